@@ -1,0 +1,160 @@
+"""What time is: the three protocols behind every driver.
+
+Theory of operation
+-------------------
+A *driver* owns streams. A *stream* carries *flights*, one batch each, layer by layer, on a thread of
+its own (the simulator: on its virtual clock). The loop's thread never plans and never copies: it hands
+a flight to `Stream.carry` and hears of it again through the flight's own callbacks.
+
+Between two layers a stream looks at all flights it carries and takes the next layer of the most urgent
+one, so a small urgent load overtakes a big batch at a layer boundary. Whatever it has enqueued stays in
+order: a stream is a queue, and only what has not been enqueued can be overtaken.
+
+The life of a flight on a stream:
+
+1. `carry(flight)`           any thread; returns at once.
+2. `flight.prepare()`        stream's thread, once: plans the batch. May raise: then `failed` and `ended`.
+3. `flight.next_layer()`     stream's thread: the work of the next layer, or None when the flight may not go
+                             on yet (`kick` says that it may again) or has nothing left.
+4. `flight.issued(l, event)` stream's thread: layer `l` is enqueued and `event` marks its end.
+5. `flight.landed(l, ...)`   the thread that sees it, in stream order: the bytes of layer `l` are there.
+   `flight.failed(l, error)` the same, when the copy raised. Nothing of this flight is enqueued after it.
+6. `flight.ended()`          exactly once, last: nothing of this flight will touch memory again. A flight
+                             ends when it is `exhausted` and all it enqueued has passed; after a failure
+                             or `flight.stopped`, when what had been enqueued has passed.
+
+A stream never waits on a lock that a flight's callbacks could need, and a callback never blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+
+class Event(Protocol):
+    """A point in a stream's order. Made only by recording: there is no event that was never recorded."""
+
+    def query(self) -> bool:
+        """Return whether everything before it on its stream has landed. Never blocks."""
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Block this thread until landed; return whether it has. `timeout` in seconds. Never needs a loop."""
+
+    def watch(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once when landed, on the thread that sees it; at once when it already has."""
+
+
+class Work(Protocol):
+    """The copies of one layer of one batch, over all its pools."""
+
+    nbytes: int
+    """Bytes that it moves."""
+
+    def __call__(self) -> None:
+        """Move the bytes (threads, simulator), or enqueue the moves on the current stream (cuda)."""
+
+    def poison(self) -> None:
+        """Overwrite the destination bytes, so that a reader that came too early fails by value."""
+
+    def accesses(self) -> Sequence[Access]:
+        """Return what it reads and writes, for a race detector."""
+
+
+class Access(Protocol):
+    """One side of a work: which pages of which pool and layer it touches."""
+
+    pool: object
+    """The pool; identity counts."""
+
+    layer: int
+    """The pool's own layer index."""
+
+    pages: Sequence[int]
+    """Page ids."""
+
+    write: bool
+
+
+class Flight(Protocol):
+    """One batch in the air, as a stream sees it. Every method may be called from the stream's threads."""
+
+    urgency: tuple[float, ...]
+    """Smaller goes first. Compared at every layer boundary."""
+
+    stopped: bool
+    """Set when nobody wants the rest: layers that are not enqueued yet never are."""
+
+    traced: bool
+    """Whether `landed` wants clock stamps; the driver passes zeros otherwise."""
+
+    def prepare(self) -> None: ...
+
+    @property
+    def exhausted(self) -> bool: ...
+
+    def next_layer(self) -> tuple[int, Work] | None: ...
+
+    def issued(self, layer: int, event: Event) -> None: ...
+
+    def landed(self, layer: int, start_ns: int, end_ns: int) -> None: ...
+
+    def failed(self, layer: int, error: BaseException) -> None: ...
+
+    def ended(self) -> None: ...
+
+
+class Stream(Protocol):
+    """An ordered queue of copies with its own issuing thread."""
+
+    name: str
+
+    def carry(self, flight: Flight) -> None:
+        """Take a flight. Any thread; returns at once."""
+
+    def kick(self) -> None:
+        """Look again: a flight that had no next layer may have one now, or was stopped. Any thread."""
+
+    def wait(self, event: Event) -> None:
+        """Order what is enqueued on this stream from now on after `event`; the host goes on."""
+
+    def record(self) -> Event:
+        """Mark this point of the stream."""
+
+
+class Driver(Protocol):
+    """Streams and their clock. `open` before use, `close` joins every thread it started."""
+
+    name: str
+    """`cuda`, `threads` or `sim`."""
+
+    fences: bool
+    """Whether `fence` orders a compute stream. False: compute is the calling thread, and a fence waits."""
+
+    def stream(self, name: str) -> Stream:
+        """Return the stream of that name, `load` or `backup`, made on first use."""
+
+    def compute_stream(self) -> Stream:
+        """Return the stream on which the calling thread's compute runs."""
+
+    def marks(self) -> tuple[Event, ...]:
+        """Record what the calling thread's compute has queued so far; empty where that has happened already."""
+
+    def events(self, after: object) -> tuple[Event, ...]:
+        """Return events for what a caller passed as `after=`: an event, a stream, or a sequence of them.
+
+        Raises:
+            RequestError: It is none of these.
+        """
+
+    def capturing(self) -> bool:
+        """Return whether the calling thread's compute stream is capturing a graph."""
+
+    def now(self) -> float:
+        """Return the time in seconds, on the clock of deadlines."""
+
+    async def sleep_until(self, when: float) -> None:
+        """Suspend this task until `now() >= when`."""
+
+    def close(self) -> None:
+        """End all threads. Called when no flight is in the air; any number of times."""
