@@ -1,0 +1,261 @@
+"""Every error that offload raises. Each class builds its text from its fields, and can be pickled.
+
+A text says what was asked, why it cannot be, and what works instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import TypeVar
+
+_Error = TypeVar("_Error", bound="OffloadError")
+
+
+def one_of(names: Iterable[object], *, word: str = "or") -> str:
+    """Return names as prose: `'a', 'b' or 'c'`."""
+    quoted = [repr(str(name)) for name in names]
+    if len(quoted) < 2:
+        return "".join(quoted)
+    return f"{', '.join(quoted[:-1])} {word} {quoted[-1]}"
+
+
+def _revive(cls: type[_Error], args: tuple[object, ...], state: dict[str, object]) -> _Error:
+    """Rebuild a pickled error from its text and fields, without building the text again."""
+    error = cls.__new__(cls)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+class OffloadError(Exception):
+    """The base of every error of this library."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle the text and the fields; like every exception, without the cause."""
+        return _revive, (type(self), self.args, self.__dict__)
+
+
+class UnsupportedPairError(OffloadError, ValueError):
+    """This layout cannot be copied by this io backend in this direction."""
+
+    def __init__(
+        self,
+        *,
+        kind: str,
+        layout: str,
+        io_backend: str,
+        direction: str,
+        reason: str,
+        io_backends: Sequence[str] = (),
+        layouts: Sequence[str] = (),
+        pool: str | None = None,
+    ) -> None:
+        self.kind = kind
+        self.layout = layout
+        self.io_backend = io_backend
+        self.direction = direction
+        self.reason = reason
+        """Why not, as a sentence without its full stop."""
+        self.io_backends = tuple(io_backends)
+        """What copies this layout in this direction."""
+        self.layouts = tuple(layouts)
+        """What this io backend copies in this direction."""
+        self.pool = pool
+        """The member of a group that it is about, when there are several."""
+        super().__init__(f"{self._asked()}: {reason}. {self._offer()}")
+
+    def _asked(self) -> str:
+        verb = "back up" if self.direction == "backup" else str(self.direction)
+        where = f"{self.kind}, pool {self.pool!r}" if self.pool else str(self.kind)
+        return f"io_backend {one_of([self.io_backend])} cannot {verb} layout {one_of([self.layout])} ({where})"
+
+    def _offer(self) -> str:
+        layout, io_backend = one_of([self.layout]), one_of([self.io_backend])
+        first = f"eep {layout} and use io_backend {one_of(self.io_backends)}"
+        second = f"eep {io_backend} and use layout {one_of(self.layouts)}"
+        # 1 both ways out, 2 another io backend, 3 another layout, 4 neither.
+        if self.io_backends and self.layouts:
+            return f"K{first}; or k{second}."
+        if self.io_backends:
+            return f"K{first}."
+        if self.layouts:
+            return f"K{second}."
+        return f"No other io backend copies {layout} here, and {io_backend} copies no other layout."
+
+
+class UnknownNameError(OffloadError, ValueError):
+    """A name that is none of the choices."""
+
+    def __init__(self, what: str, name: object, choices: Iterable[str]) -> None:
+        self.what = what
+        """What kind of name it is, as the caller writes it: `io_backend`, `layout`, `member`."""
+        self.name = name
+        self.choices = tuple(str(choice) for choice in choices)
+        close = get_close_matches(str(name), self.choices, n=1) if isinstance(name, str) else []
+        hint = f"; did you mean {close[0]!r}?" if close else "."
+        offered = ", ".join(repr(choice) for choice in self.choices) or "none"
+        super().__init__(f"unknown {what} {name!r}{hint} Choices: {offered}.")
+
+
+class GeometryError(OffloadError, ValueError):
+    """Sizes, shapes, strides or dtypes that do not fit each other."""
+
+    def __init__(
+        self,
+        subject: str,
+        *,
+        expected: Mapping[str, object],
+        got: Mapping[str, object],
+        remedy: str = "",
+    ) -> None:
+        self.subject = subject
+        self.expected = dict(expected)
+        """By name of the quantity, what would fit."""
+        self.got = dict(got)
+        """By the same names, what was given."""
+        self.remedy = remedy
+        facts = "; ".join(f"{name} is {got[name]}, expected {expected[name]}" for name in expected)
+        super().__init__(f"{subject}: {facts}.{' ' if remedy else ''}{remedy}")
+
+    @classmethod
+    def misdeclared(
+        cls,
+        pool: str,
+        *,
+        declared: str,
+        shape: tuple[int, ...],
+        got: tuple[int, ...],
+        looks_like: str,
+        nbytes: int,
+    ) -> GeometryError:
+        """Return the error for a tensor that has the size of its layout and the shape of another."""
+        error = cls(pool, expected={"shape": shape}, got={"shape": got})
+        error.args = (
+            f"{pool} is declared {declared!r}, shape {shape}, but its tensor has shape {got}, "
+            f"which is {looks_like!r}. Both need {nbytes} bytes, so copies would run and read "
+            f"other layers' bytes. Pass layout={looks_like!r}, or allocate with "
+            f"HostPool.allocate(layout={declared!r}).",
+        )
+        return error
+
+
+class RequestError(OffloadError, ValueError):
+    """A call whose arguments cannot be served. Nothing was queued and no byte moved."""
+
+    def __init__(self, text: str, *, value: object = None, position: int | None = None) -> None:
+        self.value = value
+        """The first bad value, where there is one."""
+        self.position = position
+        """Its index in what was passed."""
+        super().__init__(text)
+
+    @classmethod
+    def out_of_range(cls, what: str, *, value: int, position: int, bound: int) -> RequestError:
+        """Return the error for an id outside `0 .. bound - 1`; `what` is such as `device page`."""
+        text = (
+            f"{what} {value} at position {position} is out of range. "
+            f"The pool has {what}s 0 to {bound - 1}."
+        )
+        return cls(text, value=value, position=position)
+
+    @classmethod
+    def written_twice(
+        cls, direction: str, *, page: int, sources: tuple[int, int], position: int
+    ) -> RequestError:
+        """Return the error for a destination page that appears twice in one request."""
+        there, here = ("device", "host") if direction == "load" else ("host", "device")
+        text = (
+            f"{direction} writes {there} page {page} twice (from {here} pages {sources[0]} and "
+            f"{sources[1]}). Each {there} page may appear once."
+        )
+        return cls(text, value=page, position=position)
+
+    @classmethod
+    def lengths(cls, *, host_pages: int, device_pages: int) -> RequestError:
+        """Return the error for two page lists of different length."""
+        return cls(
+            f"host_pages has {host_pages} pages and device_pages has {device_pages}. "
+            "Page i of one goes to page i of the other, so both need the same number."
+        )
+
+
+class OutOfPagesError(OffloadError):
+    """The allocator has fewer free pages than asked for."""
+
+    def __init__(
+        self, *, needed: int, free: int, locked: int = 0, contiguous: bool = False
+    ) -> None:
+        self.needed = needed
+        self.free = free
+        self.locked = locked
+        """Freed pages that come back when the copies that use them have landed."""
+        self.contiguous = contiguous
+        asked = f"{needed} contiguous pages" if contiguous else f"{needed} pages"
+        text = f"{asked} are needed, {free} are free and {locked} are locked. "
+        # 1 waiting helps, 2 pages are there but scattered, 3 only freeing helps.
+        if not contiguous and locked and free + locked >= needed:
+            text += (
+                "Locked pages come back when their copies have landed: await idle(), then retry."
+            )
+        elif contiguous and free >= needed:
+            text += "No run of free pages is that long: allocate without contiguous=True."
+        else:
+            text += "Free pages that are no longer used, or make the pool larger."
+        super().__init__(text)
+
+
+class SchedulerClosedError(OffloadError):
+    """You closed it."""
+
+    def __init__(self, asked: str = "submit") -> None:
+        self.asked = asked
+        super().__init__(
+            f"cannot {asked}: the scheduler is closed. Nothing was queued. "
+            "Submit before the block that opened it ends, or open another."
+        )
+
+
+class TransferFailed(OffloadError):
+    """It broke; the cause is `__cause__`."""
+
+    def __init__(
+        self, transfer: str, *, layer: int | None = None, cause: BaseException | None = None
+    ) -> None:
+        self.transfer = transfer
+        """Which one, as its repr names it: `load 12`."""
+        self.layer = layer
+        """The layer whose copy raised, where that is known."""
+        at = "" if layer is None else f" at layer {layer}"
+        why = "" if cause is None else f": {type(cause).__name__}: {cause}".rstrip(": ")
+        super().__init__(
+            f"{transfer} failed{at}{why}. Layers that had landed are usable; "
+            "its pages stay locked until the copies already issued have landed."
+        )
+        self.__cause__ = cause
+
+
+class TransferCancelled(TransferFailed):
+    """Someone else cancelled it."""
+
+    def __init__(self, transfer: str) -> None:
+        super().__init__(transfer)
+        self.args = (
+            f"{transfer} was cancelled. Layers that had landed are usable; "
+            "its pages stay locked until the copies already issued have landed.",
+        )
+
+
+class InvalidTransitionError(OffloadError):
+    """Our bug: an event that this state cannot have. Carries the transfer's story."""
+
+    def __init__(self, *, event: str, state: str, story: Sequence[str] = ()) -> None:
+        self.event = event
+        self.state = state
+        self.story = tuple(story)
+        """What happened to it so far, oldest first."""
+        told = "; ".join(self.story) or "nothing"
+        super().__init__(
+            f"event {event!r} in state {state!r} has no transition. This is a fault of offload: "
+            f"report it with this story: {told}."
+        )
