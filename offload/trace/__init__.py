@@ -1,0 +1,23 @@
+"""See it: record, export, report, draw. `Tracer` is the door; each file here is one step behind it.
+
+records.py    what the ring holds
+tracer.py     the recorder
+forward.py    one forward pass, as the hooks see it
+timeline.py   a snapshot, sorted by kind; from a tracer or from a file
+events.py     timeline -> trace events, in order
+write.py      trace events -> a file, whole or not at all
+overlay.py    ours and torch.profiler's in one file
+report.py     the numbers
+picture.py    the picture
+check.py      is this trace one that readers take as it is?
+view.py       hand one file to a viewer
+device_clock.py   device timestamps on the host's clock
+commands.py   the command line's share
+"""
+
+from __future__ import annotations
+
+from offload.trace.records import ASYNC_LANE
+from offload.trace.tracer import Anchor, OpenRequest, Tracer
+
+__all__ = ["ASYNC_LANE", "Anchor", "OpenRequest", "Tracer"]

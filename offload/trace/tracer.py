@@ -1,0 +1,354 @@
+"""The recorder: what the scheduler calls while things happen, and what a user calls afterwards.
+
+For those who record
+--------------------
+Every site is one check, then one call with positional integers that the caller already has
+(`time.perf_counter_ns`; a request, a batch and a layer are small integers, a direction is `"load"` or `"backup"`):
+
+    if tracer is not None and tracer.active:
+        tracer.copy(...)
+
+| call | when | thread |
+|---|---|---|
+| `tags()` | at submit, in the caller's frame; keep what it returns for `request` | submitter |
+| `plan(batch, direction, stream, start, end, requests)` | once per batch, when it has been planned, before its first copy | any |
+| `copy(batch, direction, stream, layer, issue, issued, start, end, nbytes, ops, transfers)` | once per layer of a batch, when it has landed | any |
+| `request(request, direction, submitted, issued, settled, nbytes, pages, outcome, tags)` | once per request, when it has settled | any |
+| `wait(request, direction, layer, start, end, lane)` | once per wait for a layer that suspended | any |
+| `ready()` | once per wait for a layer that did not suspend | any |
+| `layer(layer, start, end, lane, requests)` and `step(start, end, lane)` | by the forward's hooks, or through `forward()` | any |
+| `tick(start, end)` | once per turn of the scheduler that did something | loop |
+| `instant(name, ns, args)`, `counter(name, ns, values)` | evictions, cancels, errors; the used bytes of a pool | any |
+| `opened(device, in_flight)` | once, when the scheduler opens | loop |
+
+`issue` and `issued` bracket the enqueueing of a layer on its stream; pass 0 for both when it was not stamped.
+*Ops* are the copies that were asked for, before anything was merged; *transfers* the copies that were made.
+`lane` is the number of a concurrent forward, from `take_lane()`; `ASYNC_LANE` (-1) for a task that awaited.
+
+For those who read
+------------------
+`export`, `report` and `svg` work on a snapshot and may run in any thread while recording goes on:
+`await asyncio.to_thread(tracer.export, path)`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+import attrs
+
+from offload.counters import Tally
+from offload.trace import records as r
+from offload.trace.records import ASYNC_LANE, Record
+
+if TYPE_CHECKING:
+    from offload.trace.report import Report
+    from offload.trace.timeline import Timeline
+
+Scalar: TypeAlias = "str | int | float | bool | None"
+Tags: TypeAlias = "Mapping[str, Scalar]"
+
+DEFAULT_CAPACITY = 65_536
+"""13 MB of tuples, and an export of well under a second: about 40 s of a busy 32-layer engine."""
+
+
+@attrs.frozen
+class OpenRequest:
+    """A request that has not settled, as `in_flight` reports it to an export."""
+
+    request: int
+    direction: str
+    submitted_ns: int
+    issued_ns: int
+    """0 while queued."""
+    nbytes: int
+    pages: int
+    tags: Tags | None = None
+
+
+@attrs.frozen
+class Anchor:
+    """One instant on both clocks, so that a trace can be laid beside others."""
+
+    perf_ns: int
+    unix_ns: int
+
+    @classmethod
+    def take(
+        cls,
+        perf: Callable[[], int] = time.perf_counter_ns,
+        wall: Callable[[], int] = time.time_ns,
+        samples: int = 16,
+    ) -> Anchor:
+        """Return the tightest of `samples` readings: wall between two readings of perf."""
+        best: tuple[int, Anchor] | None = None
+        for _ in range(samples):
+            before, unix, after = perf(), wall(), perf()
+            if best is None or after - before < best[0]:
+                best = after - before, cls((before + after) // 2, unix)
+        assert best is not None
+        return best[1]
+
+
+@attrs.define(eq=False)
+class Tracer:
+    """A bounded recording of what a scheduler did. Pass it as `open_scheduler(..., tracer=tracer)`.
+
+    It keeps the newest `capacity` records (a record is one layer copy, one request, one wait, one layer
+    of a forward ...) and counts the ones that it lost in `dropped`. It records from its creation;
+    `Tracer(active=False)` waits for `start()` or a `window()`.
+    """
+
+    capacity: int = attrs.field(default=DEFAULT_CAPACITY, validator=attrs.validators.ge(1))
+    rank: int = attrs.field(default=0, validator=attrs.validators.ge(0))
+    labels: Callable[[], Tags | None] | None = attrs.field(default=None, kw_only=True)
+    """Called in the frame of each submit; what it returns is shown with the request and with its copies."""
+    active: bool = attrs.field(default=True, kw_only=True)
+    """Whether anything is recorded now. Sites check it; set it through `start`, `stop` and `window`."""
+    anchor: Anchor = attrs.field(factory=Anchor.take, kw_only=True)
+    """The time origin of an export."""
+    device: str = attrs.field(default="", init=False)
+    """The device of the scheduler that records here, such as `cuda:0`."""
+    _in_flight: Callable[[], Sequence[OpenRequest]] | None = attrs.field(default=None, init=False)
+    _ring: deque[Record] = attrs.field(init=False, repr=False)
+    _seen: Tally = attrs.field(init=False, repr=False)
+    _ready: Tally = attrs.field(init=False, repr=False)
+    _steps: Iterator[int] = attrs.field(init=False, repr=False)
+    _lanes: list[bool] = attrs.field(factory=list, init=False, repr=False)
+    _windows: int = attrs.field(default=0, init=False, repr=False)
+    _lock: threading.Lock = attrs.field(factory=threading.Lock, init=False, repr=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.clear()
+
+    # ---- recording, for the scheduler and the hooks ----------------------------------------------
+
+    def opened(self, device: str, in_flight: Callable[[], Sequence[OpenRequest]]) -> None:
+        """Learn whose recording this is, and whom an export asks for requests that have not settled."""
+        self.device = device
+        self._in_flight = in_flight
+
+    def tags(self) -> Tags | None:
+        """Return the caller's labels as they are now. What `labels` raises is raised to the submitter."""
+        return None if self.labels is None else self.labels()
+
+    def plan(
+        self,
+        batch: int,
+        direction: str,
+        stream: str,
+        start: int,
+        end: int,
+        requests: tuple[int, ...],
+    ) -> None:
+        """Record that a batch was planned, and which requests it carries."""
+        self._ring.append((r.PLAN, start, end, batch, direction, stream, requests))
+        next(self._seen.count)
+
+    def copy(
+        self,
+        batch: int,
+        direction: str,
+        stream: str,
+        layer: int,
+        issue: int,
+        issued: int,
+        start: int,
+        end: int,
+        nbytes: int,
+        ops: int = 1,
+        transfers: int = 1,
+    ) -> None:
+        """Record one layer of a batch that has landed."""
+        self._ring.append(
+            (
+                r.COPY,
+                start,
+                end,
+                issue,
+                issued,
+                batch,
+                direction,
+                stream,
+                layer,
+                nbytes,
+                ops,
+                transfers,
+            )
+        )
+        next(self._seen.count)
+
+    def request(
+        self,
+        request: int,
+        direction: str,
+        submitted: int,
+        issued: int,
+        settled: int,
+        nbytes: int,
+        pages: int,
+        outcome: str,
+        tags: Tags | None = None,
+    ) -> None:
+        """Record a settled request. `issued` is 0 when it never was; `outcome` is its final state."""
+        self._ring.append(
+            (
+                r.REQUEST,
+                submitted,
+                settled,
+                issued,
+                request,
+                direction,
+                nbytes,
+                pages,
+                outcome,
+                tags,
+            )
+        )
+        next(self._seen.count)
+
+    def wait(
+        self, request: int, direction: str, layer: int, start: int, end: int, lane: int = ASYNC_LANE
+    ) -> None:
+        """Record a wait that suspended: a thread's on `lane`, or a task's."""
+        self._ring.append((r.WAIT, start, end, request, direction, layer, lane))
+        next(self._seen.count)
+
+    def ready(self) -> None:
+        """Count a wait that found its layer landed."""
+        next(self._ready.count)
+
+    def step(self, start: int, end: int, lane: int = 0) -> None:
+        """Record one forward pass."""
+        self._ring.append((r.STEP, start, end, lane, next(self._steps)))
+        next(self._seen.count)
+
+    def layer(
+        self, layer: int, start: int, end: int, lane: int = 0, requests: tuple[int, ...] = ()
+    ) -> None:
+        """Record the compute of one layer, and the loads whose pages it read."""
+        self._ring.append((r.LAYER, start, end, layer, lane, requests))
+        next(self._seen.count)
+
+    def tick(self, start: int, end: int) -> None:
+        """Record one turn of the scheduler."""
+        self._ring.append((r.TICK, start, end))
+        next(self._seen.count)
+
+    def instant(self, name: str, ns: int, args: Mapping[str, Scalar] | None = None) -> None:
+        """Record something that has no length: `evict`, `cancel`, `error`."""
+        self._ring.append((r.INSTANT, ns, ns, name, args))
+        next(self._seen.count)
+
+    def counter(self, name: str, ns: int, values: Mapping[str, int]) -> None:
+        """Record values that hold from now on, such as `"host pool", {"used": 3 << 30}` in bytes."""
+        self._ring.append((r.COUNTER, ns, ns, name, values))
+        next(self._seen.count)
+
+    def take_lane(self) -> int:
+        """Return the lowest lane that no concurrent forward uses; give it back with `free_lane`."""
+        with self._lock:
+            if False in self._lanes:
+                lane = self._lanes.index(False)
+                self._lanes[lane] = True
+            else:
+                lane = len(self._lanes)
+                self._lanes.append(True)
+            return lane
+
+    def free_lane(self, lane: int) -> None:
+        """Give a lane back."""
+        with self._lock:
+            assert self._lanes[lane], f"lane {lane} is not taken"
+            self._lanes[lane] = False
+
+    # ---- control ---------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Record from now on."""
+        self.active = True
+
+    def stop(self) -> None:
+        """Record nothing from now on; what is recorded stays."""
+        self.active = False
+
+    def clear(self) -> None:
+        """Forget all records and all counts. The time origin stays."""
+        self._ring = deque(maxlen=self.capacity)
+        self._seen, self._ready = Tally(), Tally()
+        self._steps = itertools.count()
+
+    @contextmanager
+    def window(self) -> Iterator[Tracer]:
+        """Record inside the block, and not after it. Windows add up; the outermost of nested ones counts."""
+        with self._lock:
+            self._windows += 1
+        self.start()
+        try:
+            yield self
+        finally:
+            with self._lock:
+                self._windows -= 1
+                if not self._windows:
+                    self.stop()
+
+    # ---- reading ---------------------------------------------------------------------------------
+
+    @property
+    def dropped(self) -> int:
+        """How many records the ring has lost, oldest first."""
+        return max(0, self._seen.read() - len(self._ring))
+
+    def timeline(self) -> Timeline:
+        """Return a snapshot of everything recorded, sorted by kind: what reports and exports are made from."""
+        from offload.trace.timeline import Timeline
+
+        seen, ready = self._seen.read(), self._ready.read()
+        snapshot = list(self._ring)
+        in_flight = () if self._in_flight is None else tuple(self._in_flight())
+        return Timeline.of(
+            snapshot,
+            anchor=self.anchor,
+            rank=self.rank,
+            device=self.device,
+            dropped=max(0, seen - len(snapshot)),
+            ready=ready,
+            in_flight=in_flight,
+            now_ns=time.perf_counter_ns(),
+        )
+
+    def report(self) -> Report:
+        """Return how much of the forward was spent waiting, and why. Print it, or take `.to_json()`."""
+        from offload.trace.report import Report
+
+        return Report.of(self.timeline())
+
+    def export(self, path: str | Path, overlay: str | Path | None = None) -> Path:
+        """Write a Chrome trace that Perfetto opens. `.json` or `.json.gz` by suffix; atomic.
+
+        Args:
+            path: The file. It is replaced as a whole or not at all.
+            overlay: A `torch.profiler` trace of the same time. The result holds both, on one clock.
+
+        Returns:
+            The path written.
+        """
+        from offload.trace import overlay as merging
+        from offload.trace import write
+
+        if overlay is not None:
+            return merging.merge(self.timeline(), Path(overlay), Path(path))
+        return write.export(self.timeline(), Path(path))
+
+    def svg(self, path: str | Path, steps: int | None = None) -> Path:
+        """Draw the last `steps` forward passes (default: all that fit) as a static picture."""
+        from offload.trace import picture
+
+        return picture.write(self.timeline(), Path(path), steps=steps)
