@@ -1,0 +1,31 @@
+"""Every example runs as a reader would run it, and stays short."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+MAX_LINES = 60
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example_runs(path: Path, tmp_path: Path) -> None:
+    """An example exits 0 on a machine without a GPU, prints something and warns of nothing."""
+    command = [sys.executable, "-W", "error::ResourceWarning", str(path)]
+    run = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.strip()
+    assert run.stderr == ""
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example_is_short(path: Path) -> None:
+    """An example teaches one lesson in at most 60 lines."""
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= MAX_LINES

@@ -1,0 +1,65 @@
+"""The README tells the truth: its matrix is the table's, its Python runs, its paths exist."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+BEGIN, END = "<!-- matrix: begin -->", "<!-- matrix: end -->"
+
+
+def between_markers() -> str:
+    """Return what stands between the two markers, without the code fence around it."""
+    inside = README.split(BEGIN)[1].split(END)[0].strip()
+    return inside.removeprefix("```text\n").removesuffix("```").strip()
+
+
+def test_support_matrix_is_what_the_command_prints() -> None:
+    """The matrix in the README equals the output of `python -m offload matrix`."""
+    command = [sys.executable, "-m", "offload", "matrix"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50, check=True)
+    assert between_markers() == run.stdout.strip()
+
+
+@pytest.mark.parametrize("code", BLOCKS, ids=lambda code: code.splitlines()[0][:40])
+def test_python_block_runs(code: str, tmp_path: Path) -> None:
+    """A Python block of the README runs as it stands, in a process of its own."""
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False
+    )
+    assert run.returncode == 0, run.stderr
+
+
+def test_there_is_a_python_block() -> None:
+    """The README shows at least one Python example."""
+    assert BLOCKS
+
+
+def test_paths_exist() -> None:
+    """Every path that the README gives in its tree, or between backticks, is in the repository."""
+    tree = README.split("<!-- tree: begin -->")[1].split("<!-- tree: end -->")[0]
+    paths = re.findall(r"`((?:offload|tests|bench|examples)/[\w./]*)`", README)
+    folder = ""
+    for line in tree.splitlines():
+        if found := re.match(r"(\w+/)", line):
+            folder = found[1]
+            paths.append(folder)
+        elif found := re.match(r"  ([\w/]+(?:\.\w+)?)", line):
+            paths.append(folder + found[1])
+    assert paths
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+@pytest.mark.parametrize("target", re.findall(r"`?make ([a-z]+)", README))
+def test_make_targets_exist(target: str) -> None:
+    """Every `make` target that the README names is in the Makefile."""
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert re.search(rf"^{target}:", makefile, re.MULTILINE)
