@@ -132,10 +132,12 @@ class GeometryError(OffloadError, ValueError):
         """Return the error for a tensor that has the size of its layout and the shape of another."""
         error = cls(pool, expected={"shape": shape}, got={"shape": got})
         error.args = (
-            f"{pool} is declared {declared!r}, shape {shape}, but its tensor has shape {got}, "
-            f"which is {looks_like!r}. Both need {nbytes} bytes, so copies would run and read "
-            f"other layers' bytes. Pass layout={looks_like!r}, or allocate with "
-            f"HostPool.allocate(layout={declared!r}).",
+            (
+                f"{pool} is declared {declared!r}, shape {shape}, but its tensor has shape {got}, "
+                f"which is {looks_like!r}. Both need {nbytes} bytes, so copies would run and read "
+                f"other layers' bytes. Pass layout={looks_like!r}, or allocate with "
+                f"HostPool.allocate(layout={declared!r})."
+            ),
         )
         return error
 
@@ -241,8 +243,10 @@ class TransferCancelled(TransferFailed):
     def __init__(self, transfer: str) -> None:
         super().__init__(transfer)
         self.args = (
-            f"{transfer} was cancelled. Layers that had landed are usable; "
-            "its pages stay locked until the copies already issued have landed.",
+            (
+                f"{transfer} was cancelled. Layers that had landed are usable; "
+                "its pages stay locked until the copies already issued have landed."
+            ),
         )
 
 
