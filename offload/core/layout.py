@@ -249,6 +249,17 @@ class Geometry:
         return sum(array.nbytes * copies[array.name] for array in self.arrays)
 
     @cached_property
+    def page_stride(self) -> int:
+        """Bytes that one page takes over all layers and components, its padding included."""
+        if not self.axes.order.startswith("p"):
+            return self.page_bytes * self.num_layers
+        each = {part.array: part.page_stride * self._copies(part) for part in self.components}
+        return sum(each.values())
+
+    def _copies(self, part: ComponentGeometry) -> int:
+        return self.num_layers if part.separate else 1
+
+    @cached_property
     def _by_name(self) -> dict[str, ComponentGeometry]:
         found = {part.name: part for part in self.components}
         for part in self.components:

@@ -1,0 +1,390 @@
+"""Device and host memory: tensors with a geometry, and the allocator of their pages.
+
+A pool owns its tensors when it allocated them, and borrows them when it adopted an engine's. Every way of
+addressing them comes from one geometry, whose strides were checked against the tensors' own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Self, TypeAlias
+
+import attrs
+import torch
+
+from offload.core.axes import Axes
+from offload.core.kinds import Layout, parse
+from offload.core.layout import (
+    Component,
+    ComponentGeometry,
+    Geometry,
+    device_geometry,
+    host_geometry,
+)
+from offload.core.pages import PageAllocator
+from offload.errors import GeometryError
+from offload.pool_adopt import adopt_device, adopt_host
+from offload.pool_memory import flat_view, host_memory
+from offload.spec import PoolSpec, positive
+
+Tensors: TypeAlias = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
+"""By array name, one tensor, or a list of one tensor per layer."""
+
+
+BITS: dict[int, torch.dtype] = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+    16: torch.complex128,
+}
+"""By itemsize, the dtype as which elements are moved: bits, never numbers that could be converted."""
+
+
+@attrs.define(eq=False, kw_only=True)
+class Pool:
+    """Pages of one spec in one memory."""
+
+    spec: PoolSpec
+    geometry: Geometry
+    device: torch.device
+
+    tensors: dict[str, torch.Tensor | list[torch.Tensor]]
+    """By array name, in the layout's shape. The pool's own, or the adopted ones."""
+
+    pinned: bool = False
+    """Whether its memory is page-locked."""
+
+    pages: PageAllocator = attrs.field(init=False)
+    """Hands out page ids. An engine with an allocator of its own leaves it alone."""
+
+    _views: dict[tuple[str, int], torch.Tensor] = attrs.field(init=False, factory=dict)
+    _flats: dict[tuple[str, int], torch.Tensor] = attrs.field(init=False, factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        """Make the allocator; its lock is shared with the table of pages in use."""
+        self.pages = PageAllocator(self.geometry.num_pages, lock=threading.RLock())
+
+    @property
+    def num_pages(self) -> int:
+        """How many pages it has."""
+        return self.geometry.num_pages
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers each page has."""
+        return self.spec.num_layers
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its arrays, padding included."""
+        return self.geometry.nbytes
+
+    def layer_index(self, layer: int | str) -> int:
+        """Return the index of a layer that is given by index or by name."""
+        return self.spec.layer_index(layer)
+
+    def view(self, component: str, layer: int) -> torch.Tensor:
+        """Return one layer of a component as bits, in canonical axes whatever the storage order.
+
+        Two pools that were checked as a pair have views of equal shape, apart from `P`, and equal
+        dtype. Cached: the same tensor each time.
+
+        Shapes:
+            [P, T, H, D] with the storage's own strides; dtype from `BITS`.
+        """
+        key = (component, layer)
+        view = self._views.get(key)
+        if view is None:
+            view = self._views[key] = self._make_view(self.geometry.component(component), layer)
+        return view
+
+    def flat(self, component: str, layer: int) -> tuple[torch.Tensor, ComponentGeometry]:
+        """Return the bytes of the array that holds a layer, and where the component lies in them.
+
+        `geometry.at(layer, page)` is an offset into this tensor. Cached.
+
+        Shapes:
+            [nbytes] of uint8.
+        """
+        part = self.geometry.component(component)
+        key = (part.array, layer if part.separate else 0)
+        flat = self._flats.get(key)
+        if flat is None:
+            array = next(array for array in self.geometry.arrays if array.name == part.array)
+            flat = self._flats[key] = flat_view(self._tensor(part, layer), array.nbytes)
+        return flat, part
+
+    def _tensor(self, part: ComponentGeometry, layer: int) -> torch.Tensor:
+        held = self.tensors[part.array]
+        return held[layer] if isinstance(held, list) else held
+
+    def _make_view(self, part: ComponentGeometry, layer: int) -> torch.Tensor:
+        flat, _ = self.flat(part.name, layer)
+        item = part.component.itemsize
+        sizes = (self.num_pages, *(size for size, _ in part.axes))
+        steps = (part.page_stride, *(step for _, step in part.axes))
+        start = flat.storage_offset() + part.at(layer, 0)
+        bits = torch.empty(0, dtype=BITS[item], device=flat.device)
+        return bits.set_(
+            flat.untyped_storage(), start // item, sizes, tuple(step // item for step in steps)
+        )
+
+    def __repr__(self) -> str:
+        """Return kind, layout and sizes."""
+        return (
+            f"<{type(self).__name__} {self.spec.kind} {self.geometry.label!r}, "
+            f"{self.num_pages} pages x {self.num_layers} layers, {self.nbytes} bytes, {self.device}>"
+        )
+
+
+class DevicePool(Pool):
+    """Pages where the model computes."""
+
+    @classmethod
+    def allocate(
+        cls, spec: PoolSpec, *, num_pages: int, device: str | torch.device = "cpu"
+    ) -> Self:
+        """Return a pool of zeroed pages, one tensor per component and layer.
+
+        Shapes:
+            tensors[component][layer]: [P*T, H, D] (mha), [P*T, 1, C] (mla), [P*R, B] (rows, R rows a
+            page), [P*ring_size, *shape] (state).
+        """
+        positive("DevicePool.allocate", num_pages=num_pages)
+        where = torch.empty(0, device=device).device  # "cuda" becomes the current "cuda:i"
+        geometry = device_geometry(
+            spec.kind, spec.parts, num_layers=spec.num_layers, num_pages=num_pages
+        )
+        tensors: dict[str, torch.Tensor | list[torch.Tensor]] = {}
+        for part in spec.components:
+            shape = (num_pages * part.component.tokens, *part.row_shape)
+            nbytes = num_pages * part.component.nbytes
+            tensors[part.name] = [
+                _zeros(nbytes, where).view(part.dtype).view(shape) for _ in range(spec.num_layers)
+            ]
+        return cls(spec=spec, geometry=geometry, device=where, tensors=tensors)
+
+    @classmethod
+    def adopt(cls, spec: PoolSpec, tensors: Tensors, *, axes: str | None = None) -> Self:
+        """Return a pool over an engine's own tensors, which it borrows.
+
+        Args:
+            tensors: By component. With a `2` in `axes` there is one entry, of any name.
+            axes: Dimensions of each tensor, such as `"p 2 t h d"`. None: tokens or pages first, as
+                `allocate` makes them, with the layers in front where one tensor holds them all.
+
+        Raises:
+            GeometryError: Components, shapes, strides or dtypes are not those of `spec`.
+        """
+        geometry, held = adopt_device(spec, tensors, None if axes is None else Axes(axes))
+        return cls(spec=spec, geometry=geometry, device=_device_of(held), tensors=held)
+
+
+class HostPool(Pool):
+    """Pages in host memory."""
+
+    @classmethod
+    def like(
+        cls,
+        device: DevicePool,
+        *,
+        num_pages: int,
+        layout: str | Layout = Layout.PAGE_FIRST,
+        page_align: int | None = None,
+    ) -> Self:
+        """Return a host pool for a device pool's pages; pinned when that is on a GPU.
+
+        Pinning takes about 0.1 s per GB: call this before serving.
+        """
+        return cls.allocate(
+            device.spec,
+            num_pages=num_pages,
+            layout=layout,
+            pinned=device.device.type == "cuda",
+            page_align=page_align,
+        )
+
+    @classmethod
+    def allocate(
+        cls,
+        spec: PoolSpec,
+        *,
+        num_pages: int,
+        layout: str | Layout = Layout.PAGE_FIRST,
+        axes: str | None = None,
+        pinned: bool | None = None,
+        page_align: int | None = None,
+    ) -> Self:
+        """Return a host pool whose pages read as zero and become resident when touched.
+
+        Args:
+            axes: An order without a name, such as `"p l h t d"`, in place of `layout`.
+            pinned: None: where there is a CUDA device.
+            page_align: Pad the page stride to a multiple of this many bytes (page-major orders).
+
+        Shapes:
+            tensors[component]: as `offload.core.layout` lists by layout.
+
+        Raises:
+            UnknownNameError: No layout has that name.
+            GeometryError: A size is wrong, or `page_align` on an order that is not page-major.
+        """
+        positive("HostPool.allocate", num_pages=num_pages, page_align=page_align or 1)
+        pinned = torch.cuda.is_available() if pinned is None else pinned
+        geometry = host_geometry(
+            spec.kind,
+            spec.parts,
+            parse(Layout, layout) if axes is None else Axes(axes),
+            num_layers=spec.num_layers,
+            num_pages=num_pages,
+            page_align=page_align or 1,
+        )
+        _check_padding(geometry)
+        dtypes = {name: part.dtype for part in spec.components for name in _stored(part.component)}
+        tensors: dict[str, torch.Tensor | list[torch.Tensor]] = {}
+        for array in geometry.arrays:
+            block = host_memory(array.nbytes, pinned=pinned).view(dtypes[array.name])
+            step = dtypes[array.name].itemsize
+            tensors[array.name] = block.as_strided(
+                array.shape, tuple(stride // step for stride in array.strides)
+            )
+        cpu = torch.device("cpu")
+        return cls(spec=spec, geometry=geometry, device=cpu, tensors=tensors, pinned=pinned)
+
+    @classmethod
+    def adopt(
+        cls,
+        spec: PoolSpec,
+        tensors: Tensors,
+        *,
+        layout: str | Layout | None = None,
+        axes: str | None = None,
+    ) -> Self:
+        """Return a host pool over tensors that someone else owns.
+
+        Args:
+            layout: The tensors are dense in this order; the page stride alone may be longer.
+            axes: Or: their dimensions, whatever the strides.
+
+        Raises:
+            GeometryError: Components, shapes, strides or dtypes are not those of `spec`.
+        """
+        order = parse(Layout, layout) if layout is not None else Axes(axes or "")
+        geometry, held = adopt_host(spec, tensors, order)
+        pinned = torch.cuda.is_available() and all(tensor.is_pinned() for tensor in _all(held))
+        return cls(
+            spec=spec, geometry=geometry, device=_device_of(held), tensors=held, pinned=pinned
+        )
+
+    @property
+    def page_stride(self) -> int:
+        """Bytes of host memory that one page takes, over all layers and components, with padding."""
+        return self.geometry.page_stride
+
+    def page_memory(self, page: int) -> list[tuple[int, int]]:
+        """Return (address, nbytes) of every contiguous range of a page, padding left out."""
+        spans: list[tuple[int, int]] = []
+        for part in self.geometry.components:
+            nbytes = part.nbytes * self.num_layers if part.whole_page else part.runs.nbytes
+            layers = range(1 if part.whole_page else self.num_layers)
+            for layer in layers:
+                flat, _ = self.flat(part.name, layer)
+                start = flat.data_ptr() + part.at(layer, page)
+                ends = [0] if part.whole_page else _offsets(part)
+                spans += [(start + offset, nbytes) for offset in ends]
+        return spans
+
+
+def check_pair(device: Pool, host: Pool) -> None:
+    """Raise with everything that differs between two pools that are to exchange pages.
+
+    Bytes are moved and never converted: dtypes must be equal, except that raw `uint8` takes any dtype
+    of one byte.
+
+    Raises:
+        GeometryError: Kind, layers, page size, components, sizes or dtypes differ.
+    """
+    ours, theirs = _facts(device.spec), _facts(host.spec)
+    for part in {
+        *(c.name for c in device.spec.components),
+        *(c.name for c in host.spec.components),
+    }:
+        key = f"{part} dtype"
+        if key in ours and key in theirs and _same_bits(ours[key], theirs[key]):
+            del ours[key], theirs[key]
+    differ = [name for name in ours | theirs if ours.get(name) != theirs.get(name)]
+    if differ:
+        raise GeometryError(
+            "the host pool does not fit the device pool",
+            expected={name: ours.get(name, "absent") for name in differ},
+            got={name: theirs.get(name, "absent") for name in differ},
+            remedy="Derive the host pool from the device pool: HostPool.like(device, ...).",
+        )
+
+
+def _facts(spec: PoolSpec) -> dict[str, object]:
+    facts: dict[str, object] = {
+        "kind": spec.kind.value,
+        "num_layers": spec.num_layers,
+        "page_size": spec.page_size,
+    }
+    for made in spec.components:
+        part = made.component
+        row = part.heads * part.dim
+        shape = f"{row * part.itemsize} bytes ({part.heads} x {part.dim} elements)"
+        facts[f"{part.name} row"] = shape
+        facts[f"{part.name} rows per page"] = part.tokens
+        facts[f"{part.name} dtype"] = made.dtype
+    return facts
+
+
+def _same_bits(one: object, other: object) -> bool:
+    assert isinstance(one, torch.dtype)
+    assert isinstance(other, torch.dtype)
+    return one == other or (one.itemsize == other.itemsize and torch.uint8 in {one, other})
+
+
+def _stored(component: Component) -> list[str]:
+    """Return the names under which a component may be stored: its own and its pieces'."""
+    return [component.name, *(name for name, _ in component.parts)]
+
+
+def _check_padding(geometry: Geometry) -> None:
+    """Refuse a page stride that is no whole number of elements."""
+    for part in geometry.components:
+        if part.page_stride % part.component.itemsize:
+            raise GeometryError(
+                "HostPool.allocate",
+                expected={"page_align": f"a multiple of {part.component.itemsize}, one element"},
+                got={"page_align": part.page_stride},
+            )
+
+
+def _offsets(part: ComponentGeometry) -> list[int]:
+    offsets = [0]
+    for count, steps in part.runs.loops:
+        offsets = [base + index * steps[0] for base in offsets for index in range(count)]
+    return offsets
+
+
+def _zeros(nbytes: int, device: torch.device) -> torch.Tensor:
+    if device.type == "cpu":
+        return host_memory(nbytes, pinned=False)
+    return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+
+
+def _all(held: Mapping[str, torch.Tensor | list[torch.Tensor]]) -> list[torch.Tensor]:
+    return [t for each in held.values() for t in (each if isinstance(each, list) else [each])]
+
+
+def _device_of(held: Mapping[str, torch.Tensor | list[torch.Tensor]]) -> torch.device:
+    devices = {tensor.device for tensor in _all(held)}
+    if len(devices) > 1:
+        raise GeometryError(
+            "adopted tensors",
+            expected={"device": "one for all"},
+            got={"device": ", ".join(sorted(map(str, devices)))},
+        )
+    return devices.pop()

@@ -1,0 +1,278 @@
+"""What a pool holds: the sizes of one layer of one page, for the four kinds of pool."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from math import prod
+from operator import index
+
+import attrs
+import torch
+
+from offload.core.kinds import PoolKind
+from offload.core.layout import Component
+from offload.errors import GeometryError, RequestError, UnknownNameError
+
+
+@attrs.frozen
+class ComponentSpec:
+    """One component of one layer of one page, with its dtype."""
+
+    component: Component
+    dtype: torch.dtype
+
+    row_shape: tuple[int, ...]
+    """Shape of one token's (row's) elements, as engines allocate it: `(H, D)`, `(64, 128)`."""
+
+    @property
+    def name(self) -> str:
+        """The component's name."""
+        return self.component.name
+
+
+@attrs.frozen
+class PoolSpec:
+    """Kind, sizes and dtypes of a pool; the same for the device's and the host's.
+
+    Build one with `mha`, `mla`, `rows` or `state`.
+    """
+
+    kind: PoolKind
+    num_layers: int
+
+    page_size: int
+    """Token slots in a page; 1 for `state`, whose page is one slot."""
+
+    components: tuple[ComponentSpec, ...]
+
+    layer_names: tuple[str, ...] | None = None
+    """A name for each layer, or None; every call that takes a layer takes either."""
+
+    @classmethod
+    def mha(
+        cls,
+        *,
+        num_layers: int,
+        page_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        v_head_dim: int | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        layer_names: Sequence[str] | None = None,
+    ) -> PoolSpec:
+        """Return keys and values per head.
+
+        Args:
+            v_head_dim: None: as `head_dim`. 0: there is no `v`.
+
+        Shapes:
+            k: [T, H, D] and v: [T, H, Dv] for each layer of a page.
+
+        Raises:
+            GeometryError: A size is not a positive integer.
+        """
+        sizes = {"page_size": page_size, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        positive("PoolSpec.mha", num_layers=num_layers, **sizes)
+        dims = {"k": head_dim, "v": head_dim if v_head_dim is None else v_head_dim}
+        if dims["v"] == 0:
+            del dims["v"]
+        else:
+            positive("PoolSpec.mha", v_head_dim=dims["v"])
+        made = [
+            _component("PoolSpec.mha", name, page_size, (num_kv_heads, dim), dtype, num_kv_heads)
+            for name, dim in dims.items()
+        ]
+        return cls._made(PoolKind.MHA, num_layers, page_size, made, layer_names)
+
+    @classmethod
+    def mla(
+        cls,
+        *,
+        num_layers: int,
+        page_size: int,
+        latent_dim: int,
+        rope_dim: int = 0,
+        dtype: torch.dtype = torch.bfloat16,
+        layer_names: Sequence[str] | None = None,
+    ) -> PoolSpec:
+        """Return one latent row per token.
+
+        Args:
+            latent_dim: Elements of the whole row, the rope part included.
+            rope_dim: Its last elements, which `page_first_kv_split` stores apart; 0: not split.
+
+        Shapes:
+            kv: [T, 1, C] for each layer of a page.
+
+        Raises:
+            GeometryError: A size is not a positive integer, or the rope part is not smaller.
+        """
+        sizes = {"num_layers": num_layers, "page_size": page_size, "latent_dim": latent_dim}
+        positive("PoolSpec.mla", **sizes)
+        if not 0 <= _integer("PoolSpec.mla", "rope_dim", rope_dim) < latent_dim:
+            raise GeometryError(
+                "PoolSpec.mla",
+                expected={
+                    "rope_dim": f"0 to {latent_dim - 1}, as latent_dim={latent_dim} counts it"
+                },
+                got={"rope_dim": rope_dim},
+            )
+        parts = (("latent", latent_dim - rope_dim), ("rope", rope_dim)) if rope_dim else ()
+        made = _component("PoolSpec.mla", "kv", page_size, (1, latent_dim), dtype, 1)
+        made = attrs.evolve(made, component=attrs.evolve(made.component, parts=parts))
+        return cls._made(PoolKind.MLA, num_layers, page_size, [made], layer_names)
+
+    @classmethod
+    def rows(
+        cls,
+        *,
+        num_layers: int,
+        page_size: int,
+        row_bytes: int,
+        slot_page_size: int | None = None,
+        layer_names: Sequence[str] | None = None,
+    ) -> PoolSpec:
+        """Return opaque rows of bytes.
+
+        Args:
+            page_size: Token slots in a page.
+            slot_page_size: Token slots that share one row; None: `page_size`, one row per page.
+
+        Shapes:
+            row: [page_size / slot_page_size, row_bytes] of uint8 for each layer of a page.
+
+        Raises:
+            GeometryError: A size is not a positive integer, or rows do not fill a page.
+        """
+        shared = page_size if slot_page_size is None else slot_page_size
+        sizes = {"num_layers": num_layers, "page_size": page_size, "row_bytes": row_bytes}
+        positive("PoolSpec.rows", **sizes, slot_page_size=shared)
+        if page_size % shared:
+            raise GeometryError(
+                "PoolSpec.rows",
+                expected={"slot_page_size": f"a divisor of page_size={page_size}"},
+                got={"slot_page_size": shared},
+            )
+        made = _component("PoolSpec.rows", "row", page_size // shared, (row_bytes,), torch.uint8, 1)
+        return cls._made(PoolKind.ROWS, num_layers, page_size, [made], layer_names)
+
+    @classmethod
+    def state(
+        cls,
+        *,
+        num_layers: int,
+        components: Mapping[str, tuple[Sequence[int], torch.dtype]],
+        ring_size: int = 1,
+        layer_names: Sequence[str] | None = None,
+    ) -> PoolSpec:
+        """Return state rows: a page is one slot, of several components.
+
+        Args:
+            components: By name, the shape and dtype of one row.
+            ring_size: Rows that one slot keeps.
+
+        Shapes:
+            Each component: [ring_size, *shape] for each layer of a page.
+
+        Raises:
+            GeometryError: A size is not a positive integer, or there is no component.
+        """
+        positive("PoolSpec.state", num_layers=num_layers, ring_size=ring_size)
+        if not components:
+            raise GeometryError(
+                "PoolSpec.state", expected={"components": "one or more"}, got={"components": 0}
+            )
+        made = [
+            _component("PoolSpec.state", name, ring_size, tuple(shape), dtype, 1)
+            for name, (shape, dtype) in components.items()
+        ]
+        return cls._made(PoolKind.STATE, num_layers, 1, made, layer_names)
+
+    @classmethod
+    def _made(
+        cls,
+        kind: PoolKind,
+        num_layers: int,
+        page_size: int,
+        components: Sequence[ComponentSpec],
+        layer_names: Sequence[str] | None,
+    ) -> PoolSpec:
+        names = None if layer_names is None else tuple(layer_names)
+        if names is not None and not len(names) == len(set(names)) == num_layers:
+            raise GeometryError(
+                f"PoolSpec.{kind}",
+                expected={"layer_names": f"{num_layers} distinct names, one per layer"},
+                got={"layer_names": f"{len(names)} names, {len(set(names))} distinct"},
+            )
+        return cls(kind, num_layers, page_size, tuple(components), names)
+
+    @cached_property
+    def parts(self) -> tuple[Component, ...]:
+        """The components by sizes alone, for `offload.core`."""
+        return tuple(spec.component for spec in self.components)
+
+    @cached_property
+    def layer_bytes(self) -> int:
+        """Bytes of one layer of one page, over all components."""
+        return sum(part.nbytes for part in self.parts)
+
+    @cached_property
+    def page_bytes(self) -> int:
+        """Bytes of one page over all layers and components, without padding."""
+        return self.layer_bytes * self.num_layers
+
+    def layer_index(self, layer: int | str) -> int:
+        """Return the index of a layer that is given by index or by name.
+
+        Raises:
+            RequestError: The index is not `0 .. num_layers - 1`.
+            UnknownNameError: No layer has that name.
+        """
+        if isinstance(layer, str):
+            names = self.layer_names or ()
+            if layer not in names:
+                raise UnknownNameError("layer", layer, names)
+            return names.index(layer)
+        if not 0 <= index(layer) < self.num_layers:
+            raise RequestError(
+                f"layer {layer} is out of range. The pool has layers 0 to {self.num_layers - 1}.",
+                value=layer,
+            )
+        return index(layer)
+
+
+def _component(
+    subject: str,
+    name: str,
+    tokens: int,
+    row_shape: tuple[int, ...],
+    dtype: torch.dtype,
+    heads: int,
+) -> ComponentSpec:
+    if not isinstance(dtype, torch.dtype):
+        raise GeometryError(
+            f"{subject}, component {name!r}",
+            expected={"dtype": "a torch.dtype"},
+            got={"dtype": repr(dtype)},
+        )
+    for size in row_shape:
+        positive(f"{subject}, component {name!r}", shape=size)
+    dim = prod(row_shape) // heads
+    part = Component(name, tokens=tokens, heads=heads, dim=dim, itemsize=dtype.itemsize)
+    return ComponentSpec(part, dtype, row_shape)
+
+
+def _integer(subject: str, name: str, size: object) -> int:
+    if isinstance(size, bool) or not isinstance(size, int):
+        raise GeometryError(
+            subject, expected={name: "an integer"}, got={name: f"{size!r} ({type(size).__name__})"}
+        )
+    return size
+
+
+def positive(subject: str, **sizes: int) -> None:
+    """Raise with every size that is not a positive integer."""
+    wrong = {name: size for name, size in sizes.items() if _integer(subject, name, size) < 1}
+    if wrong:
+        raise GeometryError(subject, expected=dict.fromkeys(wrong, "at least 1"), got=wrong)
