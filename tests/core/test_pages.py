@@ -1,0 +1,286 @@
+"""The page allocator: no page has two owners, and none is handed out while bytes may move."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from offload.core.pages import PageAllocator, PageStatistics, as_pages
+from offload.errors import OutOfPagesError, RequestError
+
+
+def test_alloc_returns_fresh_distinct_pages() -> None:
+    """Eight single allocations are pairwise distinct, and the ninth fails."""
+    allocator = PageAllocator(8)
+    pages = [allocator.alloc(1) for _ in range(8)]
+    assert sorted(int(page[0]) for page in pages) == list(range(8))
+    with pytest.raises(OutOfPagesError) as caught:
+        allocator.alloc(1)
+    assert (caught.value.needed, caught.value.free, caught.value.locked) == (1, 0, 0)
+
+
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_a_returned_array_is_the_callers_own(contiguous: bool) -> None:
+    """Changing the returned array changes nothing in the allocator, and it keeps no bigger one alive."""
+    allocator = PageAllocator(8)
+    pages = allocator.alloc(3, contiguous=contiguous)
+    assert pages.dtype == np.int64
+    assert pages.base is None
+    assert pages.tolist() == [0, 1, 2]
+    pages[:] = 7
+    assert sorted(allocator.alloc(5).tolist()) == [3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("bad", "value", "position"),
+    [
+        ([2], 2, 0),
+        ([0, 0], 0, 0),
+        ([1, 0, 1], 1, 0),
+        ([0, 2], 2, 1),
+        ([0, 7], 7, 1),
+        ([0, -1], -1, 1),
+        ([0, 8], 8, 1),
+        ([0, 1 << 40], 1 << 40, 1),
+        ([0, 1 << 80], 1 << 80, 1),
+        (np.array([0, 1 << 63], np.uint64), 1 << 63, 1),
+    ],
+    ids=str,
+)
+def test_a_bad_free_changes_nothing(bad: list[int], value: int, position: int) -> None:
+    """Freed twice, named twice, never allocated or out of range: refused, and the others stay allocated."""
+    allocator = PageAllocator(8)
+    allocator.alloc(3)
+    allocator.free([2])
+    before = allocator.statistics()
+    with pytest.raises(RequestError) as caught:
+        allocator.free(bad)
+    assert isinstance(caught.value, ValueError)
+    assert (caught.value.value, caught.value.position) == (value, position)
+    assert allocator.statistics() == before == PageStatistics(8, 6, 0, 2)
+    assert sorted(allocator.alloc(6).tolist()) == [2, 3, 4, 5, 6, 7]
+
+
+def test_free_twice_is_refused_the_second_time() -> None:
+    """The free count never passes the number of pages."""
+    allocator = PageAllocator(8)
+    pages = allocator.alloc(8)
+    allocator.free(pages)
+    with pytest.raises(RequestError):
+        allocator.free(pages)
+    assert allocator.num_free == 8
+    assert sorted(allocator.alloc(8).tolist()) == list(range(8))
+
+
+def test_alloc_is_all_or_nothing() -> None:
+    """Seven of eight pages are locked: two cannot be had, the free one stays free, and after an unlock they can."""
+    allocator = PageAllocator(8)
+    pages = allocator.alloc(7)
+    allocator.lock(pages)
+    allocator.free(pages)
+    with pytest.raises(OutOfPagesError) as caught:
+        allocator.alloc(2)
+    assert (caught.value.needed, caught.value.free, caught.value.locked) == (2, 1, 7)
+    assert allocator.statistics() == PageStatistics(8, 1, 7, 0)
+    allocator.unlock(pages[:2])
+    assert sorted(allocator.alloc(2).tolist() + allocator.alloc(1).tolist()) == [0, 1, 7]
+
+
+def test_owned_pages_that_are_locked_count_as_allocated() -> None:
+    """A pool full of owned pages promises nothing: waiting for their copies frees none of them."""
+    allocator = PageAllocator(8)
+    pages = allocator.alloc(7)
+    allocator.lock(pages)
+    with pytest.raises(OutOfPagesError) as caught:
+        allocator.alloc(2)
+    assert (caught.value.needed, caught.value.free, caught.value.locked) == (2, 1, 0)
+    allocator.unlock(pages)
+    allocator.free(pages)
+    assert allocator.num_free == 8
+
+
+def test_a_freed_page_waits_for_the_holders_of_the_table() -> None:
+    """A page that a request holds comes back when that request releases it."""
+    allocator = PageAllocator(2)
+    pages = allocator.alloc(2)
+    allocator.table.claim(1, pages[:1], write=True)
+    allocator.free(pages)
+    assert allocator.num_free == 1
+    assert allocator.num_locked == 1
+    allocator.table.release(1, pages[:1], write=True)
+    assert allocator.num_free == 2
+    assert allocator.num_locked == 0
+
+
+def test_a_freed_locked_page_cannot_be_freed_again() -> None:
+    """A page on its way back has no owner."""
+    allocator = PageAllocator(4)
+    pages = allocator.alloc(1)
+    allocator.lock(pages)
+    allocator.free(pages)
+    with pytest.raises(RequestError):
+        allocator.free(pages)
+    allocator.unlock(pages)
+    with pytest.raises(RequestError):
+        allocator.free(pages)
+    assert allocator.num_free == 4
+
+
+def test_unlock_without_lock_is_refused() -> None:
+    """Unlocking a page that is not locked changes no other page's lock."""
+    allocator = PageAllocator(4)
+    with pytest.raises(RequestError):
+        allocator.unlock([1])
+    allocator.lock([0])
+    with pytest.raises(RequestError) as caught:
+        allocator.unlock([0, 1])
+    assert (caught.value.value, caught.value.position) == (1, 1)
+    allocator.unlock([0])
+    allocator.unlock([])
+
+
+def test_contiguous_alloc_takes_the_first_run_that_is_long_enough() -> None:
+    """Scattered pages do not make a run, and the error says that pages are there."""
+    allocator = PageAllocator(10)
+    pages = allocator.alloc(10)
+    allocator.free(pages[[1, 4, 5, 7, 8, 9]])
+    assert allocator.alloc(2, contiguous=True).tolist() == [4, 5]
+    with pytest.raises(OutOfPagesError) as caught:
+        allocator.alloc(4, contiguous=True)
+    assert (caught.value.needed, caught.value.free) == (4, 4)
+    assert allocator.alloc(3, contiguous=True).tolist() == [7, 8, 9]
+    assert allocator.alloc(0, contiguous=True).tolist() == []
+    assert allocator.alloc(1).tolist() == [1]
+
+
+def test_nothing_is_a_legal_amount() -> None:
+    """Allocating and freeing no page works, on an empty pool too."""
+    allocator = PageAllocator(0)
+    assert allocator.alloc(0).tolist() == []
+    allocator.free([])
+    with pytest.raises(OutOfPagesError):
+        allocator.alloc(1)
+    with pytest.raises(RequestError):
+        allocator.alloc(-1)
+
+
+@pytest.mark.parametrize("num_pages", [-1, 1 << 31])
+def test_page_ids_stay_below_two_to_the_31(num_pages: int) -> None:
+    """A pool whose ids would not fit into half a sort key is refused."""
+    with pytest.raises(RequestError):
+        PageAllocator(num_pages)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_random_programs_give_each_page_to_one_owner(seed: int) -> None:
+    """Against sets: free, locked and allocated pages are what they should be after every step."""
+    draw = random.Random(seed)
+    allocator = PageAllocator(11)
+    owned: set[int] = set()
+    leaving: set[int] = set()
+    locks = [0] * 11
+    for _ in range(60):
+        match draw.choice(("alloc", "alloc", "run", "free", "free", "lock", "unlock", "bad")):
+            case "alloc" | "run" as how:
+                n = draw.randint(0, 5)
+                free = set(range(11)) - owned - leaving
+                try:
+                    pages = allocator.alloc(n, contiguous=how == "run").tolist()
+                except OutOfPagesError as error:
+                    refused = (error.free, error.locked)
+                    assert refused == (len(free), len(leaving))
+                    starts = [p for p in range(12 - n) if free >= set(range(p, p + n))]
+                    assert not starts if how == "run" else n > len(free)
+                else:
+                    assert len(set(pages)) == n
+                    assert free >= set(pages)
+                    assert not n or how == "alloc" or pages == list(range(pages[0], pages[0] + n))
+                    owned |= set(pages)
+            case "free":
+                pages = draw.sample(sorted(owned), draw.randint(0, len(owned)))
+                allocator.free(pages)
+                owned -= set(pages)
+                leaving |= {page for page in pages if locks[page]}
+            case "lock":
+                pages = draw.sample(range(11), draw.randint(0, 4))
+                allocator.lock(pages)
+                for page in pages:
+                    locks[page] += 1
+            case "unlock":
+                held = [page for page in range(11) if locks[page]]
+                pages = draw.sample(held, draw.randint(0, len(held)))
+                allocator.unlock(pages)
+                for page in pages:
+                    locks[page] -= 1
+                leaving -= {page for page in pages if not locks[page]}
+            case "bad":
+                unowned = [page for page in range(11) if page not in owned]
+                if unowned:
+                    with pytest.raises(RequestError):
+                        allocator.free([*sorted(owned), draw.choice(unowned)])
+        assert allocator.statistics() == PageStatistics(
+            11, 11 - len(owned) - len(leaving), len(leaving), len(owned)
+        )
+
+
+@pytest.mark.parametrize(
+    "pages",
+    [
+        [1, 2, 3],
+        (1, 2, 3),
+        range(1, 4),
+        np.array([1, 2, 3], np.int32),
+        np.array([1, 2, 3], np.uint8),
+        np.array([9, 1, 9, 2, 9, 3])[1::2],
+        torch.tensor([1, 2, 3]),
+        torch.tensor([1, 2, 3], dtype=torch.int32),
+    ],
+    ids=lambda pages: f"{type(pages).__name__}-{getattr(pages, 'dtype', '')}",
+)
+def test_page_arguments_take_what_callers_have(pages: list[int]) -> None:
+    """Lists, ranges, arrays and tensors of any integer type become one fresh int64 array."""
+    ids = as_pages(pages, 4)
+    assert ids.dtype == np.int64
+    assert ids.tolist() == [1, 2, 3]
+    ids[:] = 0
+    assert list(pages) == [1, 2, 3] or [int(page) for page in pages] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "pages",
+    [
+        [1.0, 2.0],
+        [True],
+        ["1"],
+        [[1, 2]],
+        3,
+        [1, None],
+        {1, 2},
+        (page for page in (1, 2)),
+        torch.tensor([1.0]),
+        [[1], [1, 2]],
+        torch.zeros(2, dtype=torch.int64, device="meta"),
+    ],
+    ids=lambda pages: f"{type(pages).__name__}-{pages}"[:24],
+)
+def test_page_arguments_that_are_no_page_ids_are_refused(pages: list[int]) -> None:
+    """Floats, booleans, texts, tables and single numbers are no lists of pages."""
+    with pytest.raises(RequestError):
+        as_pages(pages, 4)
+
+
+def test_page_arguments_name_the_first_bad_value() -> None:
+    """The error names what, the value, its position and the bound."""
+    with pytest.raises(RequestError) as caught:
+        as_pages([0, 3, -4, 9], 4, what="device page")
+    assert (caught.value.value, caught.value.position) == (-4, 2)
+    assert "device page -4" in str(caught.value)
+
+
+def test_empty_page_arguments_are_legal() -> None:
+    """An empty list, which numpy takes for floats, is an empty list of pages."""
+    assert as_pages([], 4).dtype == np.int64
+    assert as_pages(torch.zeros(0), 0).tolist() == []
