@@ -49,6 +49,7 @@ class UnsupportedPairError(OffloadError, ValueError):
         reason: str,
         io_backends: Sequence[str] = (),
         layouts: Sequence[str] = (),
+        pair: tuple[str, str] | None = None,
         pool: str | None = None,
     ) -> None:
         self.kind = kind
@@ -61,6 +62,8 @@ class UnsupportedPairError(OffloadError, ValueError):
         """What copies this layout in this direction."""
         self.layouts = tuple(layouts)
         """What this io backend copies in this direction."""
+        self.pair = pair
+        """An (io backend, layout) that works, where changing one of them alone does not help."""
         self.pool = pool
         """The member of a group that it is about, when there are several."""
         super().__init__(f"{self._asked()}: {reason}. {self._offer()}")
@@ -74,14 +77,17 @@ class UnsupportedPairError(OffloadError, ValueError):
         layout, io_backend = one_of([self.layout]), one_of([self.io_backend])
         first = f"eep {layout} and use io_backend {one_of(self.io_backends)}"
         second = f"eep {io_backend} and use layout {one_of(self.layouts)}"
-        # 1 both ways out, 2 another io backend, 3 another layout, 4 neither.
+        # 1 both ways out, 2 another io backend, 3 another layout, 4 both must change, or nothing helps.
         if self.io_backends and self.layouts:
             return f"K{first}; or k{second}."
         if self.io_backends:
             return f"K{first}."
         if self.layouts:
             return f"K{second}."
-        return f"No other io backend copies {layout} here, and {io_backend} copies no other layout."
+        alone = f"No other io backend copies {layout} here, and {io_backend} copies no other layout"
+        if self.pair:
+            return f"{alone}. Use io_backend {one_of(self.pair[:1])} with layout {one_of(self.pair[1:])}."
+        return f"{alone}."
 
 
 class UnknownNameError(OffloadError, ValueError):

@@ -73,7 +73,14 @@ def _read(spec: PoolSpec, held: Held, axes: Axes, layout: Layout | None) -> Geom
         placed += found
         arrays.append(array)
     return Geometry(
-        spec.kind, layout, axes, spec.num_layers, num_pages, tuple(placed), tuple(arrays)
+        spec.kind,
+        layout,
+        axes,
+        spec.num_layers,
+        num_pages,
+        tuple(placed),
+        tuple(arrays),
+        spec.parts,
     )
 
 

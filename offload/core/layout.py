@@ -227,6 +227,9 @@ class Geometry:
     components: tuple[ComponentGeometry, ...]
     arrays: tuple[Array, ...]
 
+    whole: tuple[Component, ...]
+    """The components by sizes, as the spec has them: pieces that are stored apart count as one."""
+
     @property
     def label(self) -> str:
         """The layout's name, or its axes where it has none."""
@@ -343,8 +346,6 @@ def host_geometry(
         )
     if page_align > 1:
         axes = Axes(axes.text.replace("pt", "p t"))
-    if named is Layout.PAGE_FIRST_KV_SPLIT:
-        components = tuple(piece for part in components for piece in part.split())
     return _dense(kind, components, axes, named, num_layers, num_pages, page_align)
 
 
@@ -434,7 +435,8 @@ def _dense(
     page_align: int,
 ) -> Geometry:
     placed, arrays = [], []
-    for part in components:
+    split = layout is Layout.PAGE_FIRST_KV_SPLIT
+    for part in (piece for whole in components for piece in (whole.split() if split else (whole,))):
         sizes = sizes_of(part, num_layers, num_pages)
         strides = packed_strides(axes, sizes, part.itemsize, page_align=page_align)
         outer = axes.order[0]
@@ -447,7 +449,9 @@ def _dense(
         )
         arrays.append(array)
         placed.append(place(part, array, strides, num_layers=num_layers))
-    return Geometry(kind, layout, axes, num_layers, num_pages, tuple(placed), tuple(arrays))
+    return Geometry(
+        kind, layout, axes, num_layers, num_pages, tuple(placed), tuple(arrays), components
+    )
 
 
 def _runs(axes: Sequence[Loop], itemsize: int) -> Runs:
