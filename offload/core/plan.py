@@ -1,0 +1,220 @@
+"""From page pairs to copies: runs of pages, planned once, and their bytes in any two geometries.
+
+A *run* is `count` pages that follow each other on both sides. Runs depend on the page pairs alone, so they
+are found once per page rule and serve every layer and every member of a group that follows the rule.
+What a run means in bytes depends on the two geometries, never on the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from offload.core.hazards import Pages
+from offload.core.kinds import Direction
+from offload.core.layout import ComponentGeometry, pair_runs
+from offload.core.request import Part, Request
+
+Offsets = NDArray[np.int64]
+"""Byte offsets or sizes, int64: they pass 2**31."""
+
+_STEP = (1 << 32) + 1  # both halves of a key grow by one
+
+
+@attrs.frozen(eq=False)
+class Runs:
+    """Pages that are neighbours on both sides, sorted by source, then destination."""
+
+    source: Pages
+    """First source page of each run."""
+
+    destination: Pages
+    """First destination page of each run."""
+
+    count: Pages
+    """Pages of each run, at least one."""
+
+    num_pages: int
+    """Their sum."""
+
+    def __len__(self) -> int:
+        """Return how many runs there are."""
+        return len(self.count)
+
+    @cached_property
+    def pages(self) -> tuple[Pages, Pages]:
+        """Source and destination pages, one pair per page."""
+        first = np.cumsum(self.count) - self.count
+        within = np.arange(self.num_pages) - np.repeat(first, self.count)
+        return (
+            np.repeat(self.source, self.count) + within,
+            np.repeat(self.destination, self.count) + within,
+        )
+
+
+class Scratch:
+    """Buffers that one planning thread keeps, because fresh ones cost more than the sort in page faults."""
+
+    def __init__(self) -> None:
+        self._keys = np.empty(0, np.int64)
+        self._steps = np.empty(0, np.int64)
+
+    def take(self, n: int) -> tuple[Pages, Pages]:
+        """Return two arrays of `n` numbers, overwritten by the next call."""
+        if n > len(self._keys):
+            self._keys, self._steps = np.empty(n, np.int64), np.empty(n, np.int64)
+        return self._keys[:n], self._steps[:n]
+
+
+def coalesce(source: Pages, destination: Pages, scratch: Scratch | None = None) -> Runs:
+    """Sort page pairs and join neighbours.
+
+    Both pages of a pair go into one number, so sorting the values sorts the pairs; a run goes on where
+    that number grows by one in both halves.
+
+    Args:
+        source: Page ids below 2**31; may repeat.
+        destination: As many, distinct.
+    """
+    n = len(source)
+    if not n:
+        return Runs(source[:0], destination[:0], source[:0], 0)
+    keys, steps = (scratch or Scratch()).take(n)
+    np.left_shift(source, 32, out=keys)
+    np.bitwise_or(keys, destination, out=keys)
+    steps = steps[: n - 1]
+    np.subtract(keys[1:], keys[:-1], out=steps)
+    if np.count_nonzero(steps < 0):  # pages often come in order: then the sort is saved
+        keys.sort()
+        np.subtract(keys[1:], keys[:-1], out=steps)
+    cuts = np.flatnonzero(steps != _STEP)
+    cuts += 1
+    starts = np.concatenate((np.zeros(1, np.int64), cuts))
+    first = keys[starts]
+    count = np.diff(starts, append=n)
+    return Runs(first >> 32, first & (_STEP - 2), count, n)
+
+
+@attrs.frozen(eq=False)
+class PartPlan:
+    """What a batch moves between the two pools of one member."""
+
+    member: int
+    runs: Runs
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that it moves."""
+        return self.runs.num_pages
+
+
+@attrs.frozen(eq=False)
+class CopyPlan:
+    """What a batch moves: one part per member of the group that it touches."""
+
+    direction: Direction
+    parts: tuple[PartPlan, ...]
+
+    rules: int
+    """How many sets of page pairs were planned; members that share their pages share the runs."""
+
+
+def plan_copy(
+    direction: Direction, requests: Sequence[Request], scratch: Scratch | None = None
+) -> CopyPlan:
+    """Plan the copies of a batch.
+
+    Members whose pages are the same arrays, as those that follow the anchor have, are planned once.
+
+    Args:
+        requests: All of this direction, with distinct destinations.
+    """
+    members: dict[int, list[Part]] = {}
+    for request in requests:
+        for part in request.parts:
+            members.setdefault(part.member, []).append(part)
+    planned: dict[tuple[int, ...], Runs] = {}
+    parts: list[PartPlan] = []
+    for member, theirs in members.items():
+        rule = tuple(id(pages) for part in theirs for pages in (part.host_pages, part.device_pages))
+        runs = planned.get(rule)
+        if runs is None:
+            runs = planned[rule] = coalesce(*_joined(direction, theirs), scratch)
+        parts.append(PartPlan(member, runs))
+    return CopyPlan(direction, tuple(parts), len(planned))
+
+
+def _joined(direction: Direction, parts: list[Part]) -> tuple[Pages, Pages]:
+    if len(parts) == 1:
+        host, device = parts[0].host_pages, parts[0].device_pages
+    else:
+        host = np.concatenate([part.host_pages for part in parts])
+        device = np.concatenate([part.device_pages for part in parts])
+    return (host, device) if direction is Direction.LOAD else (device, host)
+
+
+@attrs.frozen(eq=False)
+class Ops:
+    """Contiguous copies of one component of one layer: byte offsets into the two arrays, and sizes."""
+
+    source: Offsets
+    destination: Offsets
+    nbytes: Offsets
+
+    def __len__(self) -> int:
+        """Return how many copies there are."""
+        return len(self.nbytes)
+
+
+def copy_ops(
+    runs: Runs, source: ComponentGeometry, destination: ComponentGeometry, layer: int
+) -> Ops:
+    """Return the copies that move one component of one pool layer, as few as the geometries allow.
+
+    Offsets are those of `ComponentGeometry.at`: into the layer's own array where it has one.
+    """
+    if source.adjacent and destination.adjacent:
+        first, other, nbytes = runs.source, runs.destination, runs.count * source.nbytes
+        starts = source.at(layer, 0) + first * source.page_stride
+        ends = destination.at(layer, 0) + other * destination.page_stride
+    else:
+        inner = pair_runs(source, destination)
+        pages, others = runs.pages
+        starts = source.at(layer, 0) + pages * source.page_stride
+        ends = destination.at(layer, 0) + others * destination.page_stride
+        for count, (step, other_step) in inner.loops:
+            index = np.arange(count)
+            starts = (starts[:, None] + index * step).ravel()
+            ends = (ends[:, None] + index * other_step).ravel()
+        nbytes = np.full(len(starts), inner.nbytes)
+    ops = Ops(starts, ends, nbytes)
+    if source.breaks or destination.breaks:
+        return _split(
+            ops, np.array(source.breaks, np.int64), np.array(destination.breaks, np.int64)
+        )
+    return ops
+
+
+def _split(ops: Ops, source_breaks: Offsets, destination_breaks: Offsets) -> Ops:
+    """Cut copies where either side meets a break, until none crosses one."""
+    start, end, nbytes = ops.source, ops.destination, ops.nbytes
+    while True:
+        room = np.minimum(_room(start, source_breaks), _room(end, destination_breaks))
+        long = np.flatnonzero(room < nbytes)
+        if not len(long):
+            return Ops(start, end, nbytes)
+        head = room[long]
+        start = np.concatenate((start, start[long] + head))
+        end = np.concatenate((end, end[long] + head))
+        nbytes = np.concatenate((np.minimum(nbytes, room), nbytes[long] - head))
+
+
+def _room(offsets: Offsets, breaks: Offsets) -> Offsets:
+    """Return the bytes from each offset to the next break after it."""
+    bounds = np.append(breaks, np.iinfo(np.int64).max)
+    room: Offsets = bounds[np.searchsorted(bounds, offsets, side="right")] - offsets
+    return room
