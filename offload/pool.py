@@ -13,8 +13,9 @@ from typing import Self, TypeAlias
 import attrs
 import torch
 
+from offload import registry
 from offload.core.axes import Axes
-from offload.core.kinds import Layout, parse
+from offload.core.kinds import Layout
 from offload.core.layout import (
     Component,
     ComponentGeometry,
@@ -236,7 +237,7 @@ class HostPool(Pool):
         geometry = host_geometry(
             spec.kind,
             spec.parts,
-            parse(Layout, layout) if axes is None else Axes(axes),
+            registry.layout(layout) if axes is None else Axes(axes),
             num_layers=spec.num_layers,
             num_pages=num_pages,
             page_align=page_align or 1,
@@ -271,7 +272,7 @@ class HostPool(Pool):
         Raises:
             GeometryError: Components, shapes, strides or dtypes are not those of `spec`.
         """
-        order = parse(Layout, layout) if layout is not None else Axes(axes or "")
+        order = registry.layout(layout) if layout is not None else Axes(axes or "")
         geometry, held = adopt_host(spec, tensors, order)
         pinned = torch.cuda.is_available() and all(tensor.is_pinned() for tensor in _all(held))
         return cls(

@@ -30,7 +30,7 @@ EDGES: dict[str, set[str]] = {
     "core": {"errors"},
     "errors": {"core"},  # core.kinds alone; checked below
     "spec": {"core", "errors"},
-    "pool": {"core", "errors", "spec"},
+    "pool": {"core", "errors", "registry", "spec"},
     "explain": {"core", "errors", "spec", "pool", "registry"},
     "registry": {"core", "errors"},
     "backend": {"core", "errors", "pool", "registry", "spec"},

@@ -192,7 +192,7 @@ class Table:
     @property
     def names(self) -> tuple[str, ...]:
         """All io backends, in the table's order."""
-        return (*(io_backend.value for io_backend in IoBackend), *self.columns)
+        return tuple(dict.fromkeys([*(each.value for each in IoBackend), *self.columns]))
 
     def judge(
         self,

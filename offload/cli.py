@@ -1,0 +1,67 @@
+"""The command line: `python -m offload`. One module per command, imported when it is called.
+
+A command's module has `add_parser(subparsers)`, which adds a parser and sets `run`, a function from the
+parsed arguments to an exit code. A function that raises one of our errors ends as one paragraph on
+stderr and exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    Subparsers: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]
+else:
+    Subparsers = object
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "matrix": ("offload.cli_matrix", "print which pairs are copied, and how"),
+    "explain": ("offload.cli_explain", "say whether one pair is copied, why not, and what works"),
+    "demo": ("offload.demo.command", "serve a real model with its KV cache offloaded"),
+    "report": ("offload.cli_report", "sum up a trace: stalls, bandwidth, slowest waits"),
+    "timeline": ("offload.cli_timeline", "draw a trace as text or as a picture"),
+}
+"""By command, its module and its line of help."""
+
+REJECTED = 2
+"""Exit code of a rejected pair and of bad arguments, as argparse has it."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    parsed = _parser(arguments).parse_args(arguments)
+    run: Callable[[argparse.Namespace], int] = parsed.run
+    from offload.errors import OffloadError
+
+    try:
+        code = run(parsed)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader (`| head`) left. Point stdout elsewhere, or the interpreter fails flushing it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except (OffloadError, OSError) as error:
+        print(f"offload {parsed.command}: {error}", file=sys.stderr)
+        return REJECTED
+    return code
+
+
+def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    """Return the parser, with the full arguments of the one command that is called."""
+    parser = argparse.ArgumentParser(
+        prog="offload", description="Moves KV-cache pages between device and host memory."
+    )
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
+    called = next((word for word in arguments if not word.startswith("-")), None)
+    for name, (module, line) in COMMANDS.items():
+        if name == called:
+            import_module(module).add_parser(subparsers)
+        else:
+            subparsers.add_parser(name, help=line)
+    return parser

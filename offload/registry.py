@@ -1,0 +1,152 @@
+"""What third parties add: io backends, drivers and layouts by name. The package's only module state.
+
+Names come in through `register_*`, or through Python entry points of the groups `offload.backends`,
+`offload.drivers` and `offload.layouts`, which are read once, when a name is first looked up.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
+
+import attrs
+
+from offload.core.axes import Axes
+from offload.core.kinds import AUTO, IoBackend, Layout
+from offload.core.strategy import Column, Table
+from offload.errors import RequestError, UnknownNameError
+
+Factory = Callable[..., object]
+"""Makes a backend or a driver; what it is called with, the seam it plugs into says."""
+
+
+@attrs.frozen
+class BackendEntry:
+    """A registered io backend."""
+
+    name: str
+    factory: Factory
+    column: Column
+    """Says of a pair (kind, direction, host and device geometry) its strategy, or a rejection."""
+
+
+@attrs.define(eq=False)
+class _Registry:
+    backends: dict[str, BackendEntry] = attrs.field(factory=dict)
+    drivers: dict[str, Factory] = attrs.field(factory=dict)
+    layouts: dict[str, Axes] = attrs.field(factory=dict)
+    read: bool = False
+    lock: threading.RLock = attrs.field(factory=threading.RLock)
+
+
+_REGISTRY = _Registry()
+
+BUILT_IN_DRIVERS = ("cuda", "threads", "sim")
+
+
+def register_backend(name: str, factory: Factory, *, column: Column) -> None:
+    """Add an io backend to the table, its errors and the printed matrix.
+
+    Args:
+        name: How callers name it. A name of the table's own is taken, except that a column which only
+            waits for a driver (`kernel_ascend`) may be filled.
+        factory: Makes the backend.
+        column: Returns the name of its strategy for a pair, or a `Rejection`.
+
+    Raises:
+        RequestError: The name is taken.
+    """
+    taken = {AUTO, *IoBackend} - {IoBackend.KERNEL_ASCEND}
+    with _REGISTRY.lock:
+        _claim("io_backend", name, taken | set(_REGISTRY.backends))
+        _REGISTRY.backends[name] = BackendEntry(name, factory, column)
+
+
+def register_driver(name: str, factory: Factory) -> None:
+    """Add a driver that `open_scheduler(driver=name)` accepts.
+
+    Raises:
+        RequestError: The name is taken.
+    """
+    with _REGISTRY.lock:
+        _claim("driver", name, {*BUILT_IN_DRIVERS, *_REGISTRY.drivers})
+        _REGISTRY.drivers[name] = factory
+
+
+def register_layout(name: str, axes: str) -> None:
+    """Give an axis order a name that host pools accept as `layout=`.
+
+    Raises:
+        RequestError: The name is taken.
+        GeometryError: `axes` are none.
+    """
+    with _REGISTRY.lock:
+        _claim("layout", name, {*Layout, *_REGISTRY.layouts})
+        _REGISTRY.layouts[name] = Axes(axes)
+
+
+def backends() -> Mapping[str, BackendEntry]:
+    """Return the registered io backends by name."""
+    return _loaded().backends
+
+
+def drivers() -> Mapping[str, Factory]:
+    """Return the registered drivers by name."""
+    return _loaded().drivers
+
+
+def layouts() -> Mapping[str, Axes]:
+    """Return the registered layouts by name."""
+    return _loaded().layouts
+
+
+def table(on: str | None = None) -> Table:
+    """Return the strategy table with what was registered.
+
+    Args:
+        on: `cpu` or `cuda`: reject what cannot run there.
+    """
+    columns = {name: entry.column for name, entry in backends().items()}
+    return Table(columns=columns, on=on)
+
+
+def io_backend(name: str) -> str:
+    """Return the name of an io backend, or `auto`, as the table knows it.
+
+    Raises:
+        UnknownNameError: There is none of that name.
+    """
+    names = [AUTO, *(str(each) for each in IoBackend), *backends()]
+    if name not in names:
+        raise UnknownNameError("io_backend", name, dict.fromkeys(names))
+    return str(name)
+
+
+def layout(name: str) -> Layout | Axes:
+    """Return a layout by name, built in or registered.
+
+    Raises:
+        UnknownNameError: There is none of that name.
+    """
+    known = {str(each): each for each in Layout}
+    if name in known:
+        return known[name]
+    if name not in layouts():
+        raise UnknownNameError("layout", name, [*known, *layouts()])
+    return layouts()[name]
+
+
+def _claim(what: str, name: str, taken: set[str]) -> None:
+    if name in taken:
+        raise RequestError(f"{what} {name!r} is taken. Register it under another name.", value=name)
+
+
+def _loaded() -> _Registry:
+    with _REGISTRY.lock:
+        if not _REGISTRY.read:
+            _REGISTRY.read = True
+            for group in ("offload.backends", "offload.drivers", "offload.layouts"):
+                for entry in entry_points(group=group):
+                    entry.load()()  # a function without arguments that calls register_*
+        return _REGISTRY
