@@ -246,11 +246,11 @@ class HostPool(Pool):
         dtypes = {name: part.dtype for part in spec.components for name in _stored(part.component)}
         tensors: dict[str, torch.Tensor | list[torch.Tensor]] = {}
         for array in geometry.arrays:
-            block = host_memory(array.nbytes, pinned=pinned).view(dtypes[array.name])
-            step = dtypes[array.name].itemsize
-            tensors[array.name] = block.as_strided(
-                array.shape, tuple(stride // step for stride in array.strides)
-            )
+            made = [
+                _block(array, dtypes[array.name], pinned=pinned)
+                for _ in range(spec.num_layers if array.separate else 1)
+            ]
+            tensors[array.name] = made if array.separate else made[0]
         cpu = torch.device("cpu")
         return cls(spec=spec, geometry=geometry, device=cpu, tensors=tensors, pinned=pinned)
 
@@ -350,6 +350,13 @@ def _same_bits(one: object, other: object) -> bool:
 def _stored(component: Component) -> list[str]:
     """Return the names under which a component may be stored: its own and its pieces'."""
     return [component.name, *(name for name, _ in component.parts)]
+
+
+def _block(array: Array, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
+    """Return host memory in an array's shape."""
+    block = host_memory(array.nbytes, pinned=pinned).view(dtype)
+    steps = tuple(stride // dtype.itemsize for stride in array.strides)
+    return block.as_strided(array.shape, steps)
 
 
 def _check_padding(geometry: Geometry) -> None:

@@ -53,6 +53,25 @@ class Axes:
         return self.text
 
 
+def require(axes: Axes, sizes: Mapping[str, int]) -> None:
+    """Raise unless every axis that is longer than 1 stands in `axes`; layers may have arrays apart.
+
+    Raises:
+        GeometryError: Names the axes that are missing, with their sizes.
+    """
+    missing = {
+        letter: size
+        for letter, size in sizes.items()
+        if size > 1 and letter not in axes.order and letter not in "l2"
+    }
+    if missing:
+        raise GeometryError(
+            f"axes {axes.text!r}",
+            expected=dict.fromkeys(missing, "among the axes, or of size 1"),
+            got={letter: f"absent, with size {size}" for letter, size in missing.items()},
+        )
+
+
 def packed_strides(
     axes: Axes, sizes: Mapping[str, int], itemsize: int, *, page_align: int = 1
 ) -> dict[str, int]:

@@ -29,6 +29,7 @@ from offload.core.axes import (
     overlaps,
     packed_strides,
     read_strides,
+    require,
     shape_of,
 )
 from offload.core.kinds import Layout, PoolKind
@@ -337,6 +338,12 @@ def host_geometry(
     """
     named = layout if isinstance(layout, Layout) else None
     axes = HOST_AXES[kind][layout] if isinstance(layout, Layout) else layout
+    if "2" in axes.order:
+        raise GeometryError(
+            f"axes {axes.text!r} of a host pool",
+            expected={"axes": "one array per component"},
+            got={"axes": "a '2', by which k and v share one"},
+        )
     if page_align > 1 and not axes.order.startswith("p"):
         raise GeometryError(
             f"page_align={page_align} of layout {named or axes.text!r}",
@@ -409,6 +416,7 @@ def read_array(
     """
     first = components[0]
     sizes = sizes_of(first, num_layers, num_pages)
+    require(axes, sizes)
     strides = read_strides(axes, sizes, array.shape, array.strides)
     if strides is None:
         return None
@@ -438,6 +446,7 @@ def _dense(
     split = layout is Layout.PAGE_FIRST_KV_SPLIT
     for part in (piece for whole in components for piece in (whole.split() if split else (whole,))):
         sizes = sizes_of(part, num_layers, num_pages)
+        require(axes, sizes)
         strides = packed_strides(axes, sizes, part.itemsize, page_align=page_align)
         outer = axes.order[0]
         array = Array(
