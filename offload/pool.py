@@ -17,6 +17,7 @@ from offload import registry
 from offload.core.axes import Axes
 from offload.core.kinds import Layout
 from offload.core.layout import (
+    Array,
     Component,
     ComponentGeometry,
     Geometry,
@@ -27,7 +28,10 @@ from offload.core.pages import PageAllocator
 from offload.errors import GeometryError
 from offload.pool_adopt import adopt_device, adopt_host
 from offload.pool_memory import flat_view, host_memory
+from offload.pool_pair import check_pair
 from offload.spec import PoolSpec, positive
+
+__all__ = ["BITS", "DevicePool", "HostPool", "Pool", "check_pair"]
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
 """By array name, one tensor, or a list of one tensor per layer."""
@@ -296,55 +300,6 @@ class HostPool(Pool):
                 ends = [0] if part.whole_page else _offsets(part)
                 spans += [(start + offset, nbytes) for offset in ends]
         return spans
-
-
-def check_pair(device: Pool, host: Pool) -> None:
-    """Raise with everything that differs between two pools that are to exchange pages.
-
-    Bytes are moved and never converted: dtypes must be equal, except that raw `uint8` takes any dtype
-    of one byte.
-
-    Raises:
-        GeometryError: Kind, layers, page size, components, sizes or dtypes differ.
-    """
-    ours, theirs = _facts(device.spec), _facts(host.spec)
-    for part in {
-        *(c.name for c in device.spec.components),
-        *(c.name for c in host.spec.components),
-    }:
-        key = f"{part} dtype"
-        if key in ours and key in theirs and _same_bits(ours[key], theirs[key]):
-            del ours[key], theirs[key]
-    differ = [name for name in ours | theirs if ours.get(name) != theirs.get(name)]
-    if differ:
-        raise GeometryError(
-            "the host pool does not fit the device pool",
-            expected={name: ours.get(name, "absent") for name in differ},
-            got={name: theirs.get(name, "absent") for name in differ},
-            remedy="Derive the host pool from the device pool: HostPool.like(device, ...).",
-        )
-
-
-def _facts(spec: PoolSpec) -> dict[str, object]:
-    facts: dict[str, object] = {
-        "kind": spec.kind.value,
-        "num_layers": spec.num_layers,
-        "page_size": spec.page_size,
-    }
-    for made in spec.components:
-        part = made.component
-        row = part.heads * part.dim
-        shape = f"{row * part.itemsize} bytes ({part.heads} x {part.dim} elements)"
-        facts[f"{part.name} row"] = shape
-        facts[f"{part.name} rows per page"] = part.tokens
-        facts[f"{part.name} dtype"] = made.dtype
-    return facts
-
-
-def _same_bits(one: object, other: object) -> bool:
-    assert isinstance(one, torch.dtype)
-    assert isinstance(other, torch.dtype)
-    return one == other or (one.itemsize == other.itemsize and torch.uint8 in {one, other})
 
 
 def _stored(component: Component) -> list[str]:

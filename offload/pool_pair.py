@@ -1,0 +1,62 @@
+"""Binding a device pool to a host pool: everything that differs, in one error."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from offload.errors import GeometryError
+from offload.spec import PoolSpec
+
+if TYPE_CHECKING:
+    from offload.pool import Pool
+
+
+def check_pair(device: Pool, host: Pool) -> None:
+    """Raise with everything that differs between two pools that are to exchange pages.
+
+    Bytes are moved and never converted: dtypes must be equal, except that raw `uint8` takes any dtype
+    of one byte.
+
+    Raises:
+        GeometryError: Kind, layers, page size, components, sizes or dtypes differ.
+    """
+    ours, theirs = _facts(device.spec), _facts(host.spec)
+    for part in {
+        *(c.name for c in device.spec.components),
+        *(c.name for c in host.spec.components),
+    }:
+        key = f"{part} dtype"
+        if key in ours and key in theirs and _same_bits(ours[key], theirs[key]):
+            del ours[key], theirs[key]
+    differ = [name for name in ours | theirs if ours.get(name) != theirs.get(name)]
+    if differ:
+        raise GeometryError(
+            "the host pool does not fit the device pool",
+            expected={name: ours.get(name, "absent") for name in differ},
+            got={name: theirs.get(name, "absent") for name in differ},
+            remedy="Derive the host pool from the device pool: HostPool.like(device, ...).",
+        )
+
+
+def _facts(spec: PoolSpec) -> dict[str, object]:
+    facts: dict[str, object] = {
+        "kind": spec.kind.value,
+        "num_layers": spec.num_layers,
+        "page_size": spec.page_size,
+    }
+    for made in spec.components:
+        part = made.component
+        row = part.heads * part.dim
+        shape = f"{row * part.itemsize} bytes ({part.heads} x {part.dim} elements)"
+        facts[f"{part.name} row"] = shape
+        facts[f"{part.name} rows per page"] = part.tokens
+        facts[f"{part.name} dtype"] = made.dtype
+    return facts
+
+
+def _same_bits(one: object, other: object) -> bool:
+    assert isinstance(one, torch.dtype)
+    assert isinstance(other, torch.dtype)
+    return one == other or (one.itemsize == other.itemsize and torch.uint8 in {one, other})
