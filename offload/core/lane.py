@@ -9,12 +9,12 @@ from __future__ import annotations
 from operator import attrgetter
 from typing import Generic, Protocol, TypeVar
 
-_Work = TypeVar("_Work", covariant=True)
+_Work_co = TypeVar("_Work_co", covariant=True)
 
 _urgency = attrgetter("urgency")
 
 
-class Layered(Protocol[_Work]):
+class Layered(Protocol[_Work_co]):
     """What a lane asks of a flight."""
 
     @property
@@ -29,7 +29,7 @@ class Layered(Protocol[_Work]):
     def exhausted(self) -> bool:
         """Whether every layer has been handed out."""
 
-    def next_layer(self) -> tuple[int, _Work] | None:
+    def next_layer(self) -> tuple[int, _Work_co] | None:
         """Hand out the next layer, or None when it may not go on yet or nothing is left."""
 
 
@@ -43,13 +43,15 @@ class Lane(Generic[Flight]):
     then in `left`, until `reap` takes it from there, once.
     """
 
-    __slots__ = ("flights", "left")
+    __slots__ = ("asked", "flights", "left")
 
     def __init__(self) -> None:
         self.flights: list[Flight] = []
         """Those that may still hand out a layer."""
         self.left: list[Flight] = []
         """Those that never will again and are not reaped yet."""
+        self.asked: Flight | None = None
+        """The one that was asked last: it is to blame when `pick` raises."""
 
     def __repr__(self) -> str:
         return f"<Lane {len(self.flights)} flights, {len(self.left)} to reap>"
@@ -63,6 +65,7 @@ class Lane(Generic[Flight]):
         if flight in self.flights:
             self.flights.remove(flight)
             self.left.append(flight)
+            self.asked = None
 
     def sweep(self) -> None:
         """Drop what is stopped, without handing out a layer."""
@@ -85,6 +88,7 @@ class Lane(Generic[Flight]):
             if flight.stopped:
                 self.drop(flight)
                 continue
+            self.asked = flight
             handed = flight.next_layer()
             if flight.exhausted:
                 self.drop(flight)

@@ -1,0 +1,100 @@
+"""What a caller may pass as `after=`: our events and streams, sequences of them, and events of others."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import cast
+
+from offload.driver.base import Event, Stream
+from offload.errors import RequestError
+
+
+class ForeignEvent:
+    """An event that is not ours, such as a `threading.Event`, seen through our protocol.
+
+    It needs `wait(timeout)` or `synchronize()`, and `query()` or `is_set()`. Watching one that has not
+    fired costs a thread that ends when it fires.
+    """
+
+    __slots__ = ("_query", "_synchronize", "_wait", "event")
+
+    def __init__(self, event: object) -> None:
+        self.event = event
+        self._query = _method(event, "query") or _method(event, "is_set")
+        # A torch event's `wait` orders a stream and returns at once: its `synchronize` blocks.
+        self._synchronize = _method(event, "synchronize")
+        self._wait = None if self._synchronize else _method(event, "wait")
+
+    def __repr__(self) -> str:
+        return f"<foreign {self.event!r}>"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ForeignEvent) and other.event is self.event
+
+    def __hash__(self) -> int:
+        return hash(id(self.event))
+
+    @property
+    def usable(self) -> bool:
+        """Whether the object can be asked and waited for."""
+        return self._query is not None and (self._wait or self._synchronize) is not None
+
+    def query(self) -> bool:
+        """Return whether it has fired. Never blocks."""
+        assert self._query is not None
+        return bool(self._query())
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Block this thread until it has fired; return whether it has. `timeout` in seconds."""
+        if self._wait is not None:
+            self._wait(timeout)
+        elif timeout is None and self._synchronize is not None:
+            self._synchronize()
+        else:
+            fired = threading.Event()
+            self.watch(fired.set)
+            fired.wait(timeout)
+        return self.query()
+
+    def watch(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once when it has fired, on a helper thread; at once when it already has."""
+        if self.query():
+            callback()
+            return
+        threading.Thread(
+            target=self._call_later, args=(callback,), name="offload-after", daemon=True
+        ).start()
+
+    def _call_later(self, callback: Callable[[], None]) -> None:
+        while not self.wait():
+            pass
+        callback()
+
+
+def _method(thing: object, name: str) -> Callable[..., object] | None:
+    found = getattr(thing, name, None)
+    return cast("Callable[..., object]", found) if callable(found) else None
+
+
+def events(after: object) -> tuple[Event, ...]:
+    """Return the events that `after` stands for, sequences flattened.
+
+    Raises:
+        RequestError: It is no event, no stream, and no sequence of them.
+    """
+    # 1 one of our events, 2 a stream: its point now, 3 somebody else's event, 4 several.
+    if all(_method(after, name) for name in ("query", "wait", "watch")):
+        return (cast("Event", after),)
+    if _method(after, "carry") and _method(after, "record"):
+        return (cast("Stream", after).record(),)
+    foreign = ForeignEvent(after)
+    if foreign.usable:
+        return (foreign,)
+    if isinstance(after, Iterable) and not isinstance(after, str | bytes):
+        return tuple(event for one in after for event in events(one))
+    raise RequestError(
+        f"after={after!r} is neither an event nor a stream. Pass an object with query() or is_set() "
+        "and wait(timeout), a stream of the driver, a sequence of them, () for nothing, or 'compute'.",
+        value=after,
+    )
