@@ -23,6 +23,11 @@ def check_pair(device: Pool, host: Pool) -> None:
         GeometryError: Kind, layers, page size, components, sizes or dtypes differ.
     """
     ours, theirs = _facts(device.spec), _facts(host.spec)
+    if {device.geometry.names, host.geometry.names} != {
+        tuple(c.name for c in device.spec.components)
+    }:
+        ours |= _pieces(device.spec)
+        theirs |= _pieces(host.spec)
     for part in {
         *(c.name for c in device.spec.components),
         *(c.name for c in host.spec.components),
@@ -54,6 +59,14 @@ def _facts(spec: PoolSpec) -> dict[str, object]:
         facts[f"{part.name} rows per page"] = part.tokens
         facts[f"{part.name} dtype"] = made.dtype
     return facts
+
+
+def _pieces(spec: PoolSpec) -> dict[str, object]:
+    """Return the pieces that one side stores apart, and whose widths must therefore agree."""
+    return {
+        f"{part.name} pieces": ", ".join(f"{name} {dim}" for name, dim in part.parts) or "none"
+        for part in spec.parts
+    }
 
 
 def _same_bits(one: object, other: object) -> bool:

@@ -1,0 +1,137 @@
+"""The command line: the printed table, one pair explained, and how refusals leave the process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from offload.cli import COMMANDS, main
+from offload.core.kinds import Direction, IoBackend, Layout, PoolKind
+
+GOLDEN = Path(__file__).parent / "core" / "matrix.txt"
+EXPLAIN = ["explain", "--kind", "mha", "--direction", "load"]
+
+
+def test_matrix_is_the_golden_one(capsys: pytest.CaptureFixture[str]) -> None:
+    """The printed table changes only knowingly: `python -m offload matrix > tests/core/matrix.txt`."""
+    assert main(["matrix"]) == 0
+    assert capsys.readouterr().out.splitlines() == GOLDEN.read_text("utf-8").splitlines()
+
+
+def test_matrix_as_json_has_every_cell(capsys: pytest.CaptureFixture[str]) -> None:
+    """The JSON is a list of all cells, each with a strategy or a reason."""
+    assert main(["matrix", "--json"]) == 0
+    cells = json.loads(capsys.readouterr().out)
+    keys = {(c["kind"], c["layout"], c["io_backend"], c["direction"]) for c in cells}
+    assert keys == {tuple(map(str, key)) for key in product(PoolKind, Layout, IoBackend, Direction)}
+    assert len(cells) == len(keys)
+    for cell in cells:
+        assert cell["supported"] == ("strategy" in cell) == ("reason" not in cell)
+
+
+def test_matrix_of_one_kind(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--kind` prints that kind alone."""
+    assert main(["matrix", "--kind", "mla"]) == 0
+    assert capsys.readouterr().out.startswith("mla, load and backup")
+
+
+def test_a_rejected_pair_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
+    """A rejected pair is one paragraph on stderr that names what works, and exit code 2."""
+    assert main([*EXPLAIN, "--layout", "page_head", "--io-backend", "direct"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert "'cpu'" in err
+    assert "'page_first_direct'" in err
+
+
+def test_a_supported_pair_exits_0(capsys: pytest.CaptureFixture[str]) -> None:
+    """A supported pair prints its strategy, its runs and what else works."""
+    assert main([*EXPLAIN, "--layout", "layer_first", "--io-backend", "direct"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("io_backend 'direct' loads layout 'layer_first' (mha) by 'page_runs'")
+    assert "1 x 131072 bytes" in out
+
+
+@pytest.mark.parametrize("kind", PoolKind)
+def test_sizes_can_be_given(kind: PoolKind, capsys: pytest.CaptureFixture[str]) -> None:
+    """Sizes on the command line reach the geometry."""
+    sizes = {
+        "mha": (["--tokens", "4", "--heads", "2", "--dim", "8"], "1 x 128 bytes"),
+        "mla": (["--tokens", "4", "--dim", "20", "--rope-dim", "4"], "1 x 160 bytes"),
+        "rows": (["--row-bytes", "1155"], "1 x 1155 bytes"),
+        "state": (["--row-bytes", "99"], "1 x 99 bytes"),
+    }
+    arguments, shown = sizes[kind]
+    assert main(["explain", "--kind", kind, "--layout", "layer_first", *arguments]) == 0
+    assert shown in capsys.readouterr().out
+
+
+WRONG = {
+    "kind": (["explain", "--kind", "mhaa", "--layout", "page_head"], "did you mean 'mha'?"),
+    "layout": ([*EXPLAIN, "--layout", "page_hed"], "did you mean 'page_head'?"),
+    "io backend": (
+        [*EXPLAIN, "--layout", "page_head", "--io-backend", "kernal"],
+        "did you mean 'kernel'?",
+    ),
+    "direction": (
+        ["explain", "--kind", "mha", "--layout", "page_head", "--direction", "lode"],
+        "did you mean 'load'?",
+    ),
+    "size": (
+        [*EXPLAIN, "--layout", "page_head", "--heads", "0"],
+        "heads is 0, expected at least 1",
+    ),
+    "rope": (
+        ["explain", "--kind", "mla", "--layout", "page_first", "--dim", "64"],
+        "latent_without_rope is 0",
+    ),
+}
+
+
+@pytest.mark.parametrize(("arguments", "said"), WRONG.values(), ids=WRONG.keys())
+def test_bad_arguments_exit_2(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A bad name or size is one line on stderr with a way out, and exit code 2."""
+    assert main(arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert said in err
+
+
+def test_arguments_that_do_not_parse_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
+    """An unknown command or option ends as argparse ends it."""
+    for arguments in (["matrixx"], ["matrix", "--kindd"], []):
+        with pytest.raises(SystemExit) as caught:
+            main(arguments)
+        assert caught.value.code == 2
+    assert "usage: offload" in capsys.readouterr().err
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--help` names all commands without importing their modules."""
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == 0
+    out = capsys.readouterr().out
+    assert [name for name in COMMANDS if name not in out] == []
+
+
+def test_verdicts_hold_without_asserts() -> None:
+    """`python -O` gives the same verdict and the same exit code."""
+    command = [sys.executable, "-O", "-m", "offload", *EXPLAIN, "--layout", "page_head"]
+    run = subprocess.run(
+        [*command, "--io-backend", "direct"],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert run.returncode == 2
+    assert run.stderr.startswith("io_backend 'direct' cannot load layout 'page_head' (mha): ")
