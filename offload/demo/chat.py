@@ -110,4 +110,4 @@ def answer(
 
 def _digest(logits: torch.Tensor) -> str:
     raw = logits.contiguous().view(torch.uint8).numpy()
-    return hashlib.blake2b(raw, digest_size=16).hexdigest()
+    return hashlib.blake2b(raw.data, digest_size=16).hexdigest()

@@ -55,7 +55,8 @@ def gguf_file() -> Path:
 def load(directory: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Return the converted model, ready to run in fp32 on this CPU, and its tokenizer."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-    return model.eval(), AutoTokenizer.from_pretrained(directory)
+    model.requires_grad_(False)  # `from_pretrained` has set evaluation mode already.
+    return model, AutoTokenizer.from_pretrained(directory)
 
 
 def converted(gguf: Path, cache: Path | None = None) -> Path:
@@ -89,7 +90,7 @@ def _convert(gguf: Path, target: Path) -> None:
     )
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     # The weights are plain fp32 by now; the marks of GGUF would make `save_pretrained` refuse.
-    model.hf_quantizer = None
+    model.hf_quantizer = None  # type: ignore[assignment]
     del model.config.quantization_config
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)

@@ -56,7 +56,7 @@ class Residency:
         self.waited_ns += time.perf_counter_ns() - start
 
 
-class PagedLayer(CacheLayerMixin):
+class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """Full attention: every cached token is returned."""
 
     is_sliding = False
@@ -65,7 +65,7 @@ class PagedLayer(CacheLayerMixin):
     supports_early_init = False
 
     def __init__(self, residency: Residency, pool_layer: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.is_initialized = True
         self._residency = residency
         self._pool_layer = pool_layer
@@ -140,7 +140,7 @@ class PagedLayer(CacheLayerMixin):
         return self._residency.ledger.capacity
 
 
-class PagedSlidingLayer(PagedLayer):
+class PagedSlidingLayer(PagedLayer):  # type: ignore[no-untyped-call]
     """Sliding-window attention: all tokens are kept, those in the window are returned."""
 
     is_sliding = True
@@ -202,7 +202,7 @@ class PagedCache(Cache):
 
 def _layer(layer: CachedLayer, residency: Residency) -> CacheLayerMixin | DummyLayer:
     if layer.pool_layer is None:
-        return DummyLayer()
+        return DummyLayer()  # type: ignore[no-untyped-call]
     if layer.window is None:
         return PagedLayer(residency, layer.pool_layer)
     return PagedSlidingLayer(residency, layer.pool_layer, layer.window)

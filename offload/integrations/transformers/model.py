@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import attrs
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    PreTrainedConfig,
+)
 from transformers.cache_utils import (
-    CacheLayerMixin,
     DummyLayer,
     DynamicIndexedLayer,
     DynamicLayer,
@@ -77,9 +80,7 @@ def pool_spec(
         RequestError: Neither the config nor the call names a dtype.
     """
     shape = cached_shape(config)
-    dtype = dtype or config.get_text_config(decoder=True).dtype or config.dtype
-    if dtype is None:
-        raise RequestError("the config names no dtype; pass dtype=model.dtype")
+    dtype = dtype or _dtype(config)
     if shape.latent:
         return PoolSpec.mla(
             num_layers=shape.num_pool_layers,
@@ -107,6 +108,7 @@ def cached_shape(config: PreTrainedConfig) -> CachedShape:
     _refuse_whole_models(config)
     decoder = config.get_text_config(decoder=True)
     layers = _layers(config, _transformers_layers(config))
+    _refuse_other_caches(config)
     widths = {
         index: _width(decoder.per_layer_config[index])
         for index, layer in enumerate(layers)
@@ -136,28 +138,29 @@ def _refuse_whole_models(config: PreTrainedConfig) -> None:
         decoder, "cross_attention_layers", None
     ):
         raise _refusal(config, "the model", "one with cross-attention layers")
-    mapping = AutoModelForCausalLM._model_mapping
-    model_class = mapping.get(type(config), None)
-    if getattr(model_class, "_is_stateful", False) and not _has_linear_layers(config):
-        raise _refusal(config, "the model", "recurrent: it keeps a state of its own, not tokens")
 
 
-def _has_linear_layers(config: PreTrainedConfig) -> bool:
-    # Their own refusal names the layer, which says more than "recurrent".
-    return any(
-        isinstance(layer, LinearAttentionCacheLayerMixin) for layer in _transformers_layers(config)
-    )
+def _refuse_other_caches(config: PreTrainedConfig) -> None:
+    """Refuse what looks like attention by its config, and keeps something of its own by its code."""
+    # Both are private to transformers: a version without them leaves the check to the first `update`.
+    model_class = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    supports = getattr(model_class, "_supports_default_dynamic_cache", None)
+    if getattr(model_class, "_is_stateful", False):
+        raise _refusal(config, "the model", "stateful: it keeps more than the K and V of tokens")
+    if supports is not None and not supports():
+        raise _refusal(config, "the model", "one with a cache class of its own")
 
 
-def _transformers_layers(config: PreTrainedConfig) -> list[CacheLayerMixin]:
+def _transformers_layers(config: PreTrainedConfig) -> list[object]:
     """Return the layers that transformers would make for this model."""
     try:
         return list(DynamicCache(config=config).layers)
-    except KeyError as error:
-        raise _refusal(config, "a layer", f"of type {error}, which has no dynamic cache") from error
+    except (AttributeError, KeyError, ValueError) as error:
+        got = f"not one that DynamicCache can be built for ({type(error).__name__}: {error})"
+        raise _refusal(config, "the model", got) from error
 
 
-def _layers(config: PreTrainedConfig, stock: list[CacheLayerMixin]) -> list[CachedLayer]:
+def _layers(config: PreTrainedConfig, stock: list[object]) -> list[CachedLayer]:
     layers: list[CachedLayer] = []
     taken = 0
     for index, layer in enumerate(stock):
@@ -172,7 +175,7 @@ def _layers(config: PreTrainedConfig, stock: list[CacheLayerMixin]) -> list[Cach
     return layers
 
 
-def _why_not(layer: CacheLayerMixin) -> str:
+def _why_not(layer: object) -> str:
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         return "linear attention or a state space, whose conv and recurrent states are not tokens"
     if isinstance(layer, DynamicIndexedLayer):
@@ -193,6 +196,13 @@ def _width(config: PreTrainedConfig) -> tuple[int, int, int]:
         config.hidden_size // config.num_attention_heads
     )
     return int(heads), int(head_dim), int(getattr(config, "v_head_dim", None) or head_dim)
+
+
+def _dtype(config: PreTrainedConfig) -> torch.dtype:
+    for each in (config.get_text_config(decoder=True), config):
+        if isinstance(each.dtype, torch.dtype):
+            return each.dtype
+    raise RequestError("the config names no dtype; pass dtype=model.dtype")
 
 
 def _name(config: PreTrainedConfig) -> str:

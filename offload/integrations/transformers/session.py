@@ -1,17 +1,17 @@
 """Sessions: conversations whose cache moves between device and host pages.
 
-    spec = pool_spec(model.config, page_size=16, dtype=model.dtype)
-    device = offload.DevicePool.allocate(spec, num_pages=256)
-    host = offload.HostPool.like(device, num_pages=2048, layout="page_first_direct")
-    async with offload.open_scheduler(device, host) as scheduler:
-        sessions = Sessions(model.config, scheduler, device=device, host=host)
-        chat = sessions.open(max_tokens=2048)              # reserves device pages
-        with chat.use() as cache:
-            await anyio.to_thread.run_sync(forward, cache)     # model.generate(..., past_key_values=cache)
-        await chat.evict()                                 # backs up what is new, frees the device pages
-        await chat.load()                                  # takes device pages; the copy runs from now on
-        with chat.use() as cache:
-            await anyio.to_thread.run_sync(forward, cache)     # each layer waits for its own pages
+spec = pool_spec(model.config, page_size=16, dtype=model.dtype)
+device = offload.DevicePool.allocate(spec, num_pages=256)
+host = offload.HostPool.like(device, num_pages=2048, layout="page_first_direct")
+async with offload.open_scheduler(device, host) as scheduler:
+    sessions = Sessions(model.config, scheduler, device=device, host=host)
+    chat = sessions.open(max_tokens=2048)              # reserves device pages
+    with chat.use() as cache:
+        await anyio.to_thread.run_sync(forward, cache)     # model.generate(..., past_key_values=cache)
+    await chat.evict()                                 # backs up what is new, frees the device pages
+    await chat.load()                                  # takes device pages; the copy runs from now on
+    with chat.use() as cache:
+        await anyio.to_thread.run_sync(forward, cache)     # each layer waits for its own pages
 """
 
 from __future__ import annotations
@@ -63,7 +63,9 @@ class Sessions:
         self._scheduler = scheduler
         self._device = device
         self._host = host
-        _views(device, self._shape, np.arange(device.num_pages))  # Refuses an unsuitable order of axes.
+        _views(
+            device, self._shape, np.arange(device.num_pages)
+        )  # Refuses an unsuitable order of axes.
 
     def open(self, *, max_tokens: int) -> Session:
         """Reserve device pages for a new, empty session.
@@ -308,7 +310,7 @@ def _views(device: DevicePool, shape: CachedShape, pages: Pages) -> list[View]:
             for component in device.spec.components
         ]
         if shape.latent:
-            parts = list(parts[0].split([shape.key_dim, shape.value_dim], dim=-1))
+            parts = list(torch.split(parts[0], [shape.key_dim, shape.value_dim], dim=-1))
         made.append((parts[0], parts[1]))
     return made
 

@@ -1,0 +1,1 @@
+"""`python -m offload demo`: real chats with a real model, their KV cache offloaded between turns."""

@@ -1,0 +1,154 @@
+"""The demo from weights to files: one model, one plan, three ways of serving it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import attrs
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+import offload
+from offload.demo import prompt, weights
+from offload.demo.chat import Tokenizer
+from offload.demo.results import Results, combine
+from offload.demo.serve import Heartbeat, Plan, Server, Turn
+from offload.demo.table import Progress, report
+from offload.driver.threads import ThreadsDriver
+from offload.integrations.transformers import Sessions, pool_spec
+
+PAGE_SIZE = 16
+RESIDENTS = 2
+"""Sessions that the device pool holds while loading: one computes, one arrives or leaves."""
+
+
+@attrs.frozen
+class Options:
+    """What the command line asks for."""
+
+    prompt_files: tuple[Path, ...]
+    chats: int
+    turns: int
+    words: int | None
+    """Words of each text that are used; None: all."""
+
+    max_new_tokens: int
+    layout: str
+    link_bytes_per_second: float | None
+    out: Path
+
+
+def main(options: Options) -> int:
+    """Run everything, print it, write it. 0 when loaded equals resident, 1 when not, 2 when it cannot run."""
+    try:
+        prompts = _prompts(options)
+        gguf = weights.gguf_file()
+    except (OSError, ValueError, weights.WeightsMissing) as error:
+        print(f"offload demo: {error}", file=sys.stderr)
+        return 2
+    torch.set_num_threads(1)  # One core computes, another copies; with two, they fight.
+    transformers.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    print(
+        "Weights: SmolLM2-135M-Instruct. The first start converts them (half a minute).", flush=True
+    )
+    model, tokenizer = weights.load(weights.converted(gguf))
+    plan = Plan(tuple(prompts), options.turns, options.max_new_tokens)
+    results = run(model, tokenizer, plan, options)
+    print(report(results))
+    _say_where(options.out)
+    return 0 if results.identical_text else 1
+
+
+def run(model: PreTrainedModel, tokenizer: Tokenizer, plan: Plan, options: Options) -> Results:
+    """Serve the plan three ways, write the files, and return the comparison."""
+    progress = Progress(sys.stderr)
+    server = Server(model, tokenizer, plan, progress)
+    tracer = offload.Tracer()
+    heartbeat = Heartbeat()
+    driver = ThreadsDriver(options.link_bytes_per_second)
+
+    async def body() -> Results:
+        progress.begin("loaded", plan.count)
+        async with (
+            _beating(heartbeat),
+            _sessions(server, options, RESIDENTS, driver, tracer) as some,
+        ):
+            loaded = await server.cached(some, residents=RESIDENTS, evict=True)
+        progress.begin("resident", plan.count)
+        chats = len(plan.prompts)
+        async with _sessions(server, options, chats, ThreadsDriver(), None) as all_of_them:
+            resident = await server.cached(all_of_them, residents=chats, evict=False)
+        progress.begin("recomputed", plan.count)
+        recomputed = await server.recomputed(_replies(loaded))
+        progress.end()
+        return combine(
+            loaded=loaded,
+            resident=resident,
+            recomputed=recomputed,
+            longest_loop_gap_s=heartbeat.longest_gap_s,
+        )
+
+    results = anyio.run(body)
+    options.out.mkdir(parents=True, exist_ok=True)
+    results.write(options.out / "demo.json")
+    tracer.export(options.out / "demo.trace.json.gz")
+    tracer.svg(options.out / "demo.svg")
+    return results
+
+
+@asynccontextmanager
+async def _sessions(
+    server: Server,
+    options: Options,
+    residents: int,
+    driver: ThreadsDriver,
+    tracer: offload.Tracer | None,
+) -> AsyncIterator[Sessions]:
+    """Open sessions on a device pool that holds `residents` of the plan's longest chat."""
+    spec = pool_spec(server.model.config, page_size=PAGE_SIZE, dtype=server.model.dtype)
+    pages = -(-server.max_tokens() // PAGE_SIZE)
+    device = offload.DevicePool.allocate(spec, num_pages=pages * residents)
+    host = offload.HostPool.like(
+        device, num_pages=pages * len(server.plan.prompts), layout=options.layout
+    )
+    async with offload.open_scheduler(device, host, driver=driver, tracer=tracer) as scheduler:
+        yield Sessions(server.model.config, scheduler, device=device, host=host)
+
+
+@asynccontextmanager
+async def _beating(heartbeat: Heartbeat) -> AsyncIterator[None]:
+    async with anyio.create_task_group() as group:
+        group.start_soon(heartbeat.run)
+        yield
+        group.cancel_scope.cancel()
+
+
+def _replies(turns: list[Turn]) -> dict[tuple[str, int], tuple[int, ...]]:
+    return {(turn.chat, turn.turn): turn.answer.tokens for turn in turns}
+
+
+def _prompts(options: Options) -> list[prompt.Prompt]:
+    """Return as many prompts as there are chats: the user's own first."""
+    own = prompt.read(list(options.prompt_files))
+    chats = max(options.chats, len(own))
+    built_in = [each for each in prompt.built_in() if each.name not in {p.name for p in own}]
+    found = (own + built_in)[:chats]
+    if len(found) < chats:
+        raise ValueError(
+            f"{chats} chats need as many texts, and there are {len(found)}: add --prompt-file"
+        )
+    return [each if options.words is None else each.shortened(options.words) for each in found]
+
+
+def _say_where(out: Path) -> None:
+    print(
+        f"\nWrote {out / 'demo.json'}, {out / 'demo.svg'} (a picture of the overlap) and "
+        f"{out / 'demo.trace.json.gz'}: open https://ui.perfetto.dev and drop the file on the page "
+        "(it stays on your machine)."
+    )
