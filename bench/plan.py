@@ -45,8 +45,8 @@ def main() -> None:
         coalesce(source, destination, scratch)
         took = alternate(
             {
-                "ours": lambda s=source, d=destination: coalesce(s, d, scratch),  # type: ignore[misc]
-                "argsort": lambda s=source, d=destination: by_argsort(s, d),  # type: ignore[misc]
+                "ours": lambda s=source, d=destination: coalesce(s, d, scratch),
+                "argsort": lambda s=source, d=destination: by_argsort(s, d),
             },
             repeats,
         )
@@ -59,7 +59,7 @@ def main() -> None:
     figures["coalesce_1m_ms"] = times[slowest]
     for exponent in (3, 4, 5, 6):
         source, destination = cases(10**exponent)["random"]
-        run = lambda s=source, d=destination: coalesce(s, d, scratch)  # type: ignore[misc]
+        run = lambda s=source, d=destination: coalesce(s, d, scratch)
         figures[f"random_1e{exponent}_us"] = best(run, repeats * 3) * 1e6
     finish("plan", figures, given)
 

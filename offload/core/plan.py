@@ -169,6 +169,10 @@ class Ops:
         """Return how many copies there are."""
         return len(self.nbytes)
 
+    def shifted(self, source: int, destination: int) -> Ops:
+        """Return the same copies so many bytes further on each side: another layer's."""
+        return Ops(self.source + source, self.destination + destination, self.nbytes)
+
 
 def copy_ops(
     runs: Runs, source: ComponentGeometry, destination: ComponentGeometry, layer: int

@@ -1,0 +1,73 @@
+"""io backend `direct`: one plain copy per run of pages that lie together on both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+
+from offload.backend.base import Access, PoolCopy
+from offload.core.kinds import Direction
+from offload.core.plan import Ops, Runs, copy_ops
+from offload.pool import DevicePool, HostPool
+
+
+class DirectBackend:
+    """Copies contiguous bytes with `Tensor.copy_`, so that torch never makes a temporary."""
+
+    name = "direct"
+
+    def prepare(
+        self, device: DevicePool, host: HostPool, direction: Direction, runs: Runs
+    ) -> DirectCopy:
+        """Find out which bytes; each layer then shifts them by its stride."""
+        return DirectCopy(PoolCopy.of(device, host, direction, runs))
+
+
+@attrs.define(eq=False)
+class DirectCopy:
+    """Prepared copies of `direct`."""
+
+    _both: PoolCopy
+    _found: dict[tuple[int, int], Ops] = attrs.field(init=False, factory=dict)
+
+    def copy(self, layer: int) -> None:
+        """Copy run by run. From and to pinned memory, the current stream goes on meanwhile."""
+        both = self._both
+        for index, (ours, theirs) in enumerate(both.pairs):
+            source, _ = both.source.flat(ours.name, layer)
+            destination, _ = both.destination.flat(theirs.name, layer)
+            ops = self._ops(index, layer)
+            starts, ends, sizes = ops.source, ops.destination, ops.nbytes
+            for start, end, size in zip(
+                starts.tolist(), ends.tolist(), sizes.tolist(), strict=True
+            ):
+                destination[end : end + size].copy_(source[start : start + size], non_blocking=True)
+
+    def nbytes(self, layer: int) -> int:
+        """Return the bytes of one pool layer."""
+        return self._both.layer_bytes
+
+    def num_ops(self, layer: int) -> int:
+        """Return how many runs of bytes that is."""
+        return sum(len(self._ops(index, layer)) for index in range(len(self._both.pairs)))
+
+    def poison(self, layer: int) -> None:
+        """Fill the destination bytes of one pool layer."""
+        self._both.poison(layer)
+
+    def accesses(self, layer: int) -> Sequence[Access]:
+        """Return what the copy of one pool layer reads and writes."""
+        return self._both.accesses(layer)
+
+    def _ops(self, index: int, layer: int) -> Ops:
+        """Return the runs of one component; those of layer 0 shifted, unless breaks cut each apart."""
+        ours, theirs = self._both.pairs[index]
+        cut = bool(ours.breaks or theirs.breaks)
+        key = (index, layer if cut else 0)
+        ops = self._found.get(key)
+        if ops is None:
+            ops = self._found[key] = copy_ops(self._both.runs, ours, theirs, key[1])
+        if cut:
+            return ops
+        return ops.shifted(layer * ours.layer_stride, layer * theirs.layer_stride)
