@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 PINS := pyproject.toml constraints.txt
 pin = $(shell grep "^$(1)==" constraints.txt)
 
-.PHONY: all demo test lint types format bench wheel freeze clean
+.PHONY: all demo test lint types format bench readme wheel freeze clean
 all: lint types test
 
 $(BIN)/python:
@@ -45,6 +45,10 @@ format: $(VENV)/stamp-packages
 
 bench: $(VENV)/stamp-weights
 	$(BIN)/python -m bench $(ARGS)
+
+# Print the support matrix into the README.
+readme: $(VENV)/stamp-packages
+	$(BIN)/python -m tests.test_readme
 
 wheel: $(VENV)/stamp-packages
 	$(BIN)/python -m build --wheel --outdir dist .

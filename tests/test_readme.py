@@ -15,6 +15,13 @@ BLOCKS = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
 BEGIN, END = "<!-- matrix: begin -->", "<!-- matrix: end -->"
 
 
+def matrix() -> str:
+    """Return what the command prints."""
+    command = [sys.executable, "-m", "offload", "matrix"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50, check=True)
+    return run.stdout.strip()
+
+
 def between_markers() -> str:
     """Return what stands between the two markers, without the code fence around it."""
     inside = README.split(BEGIN)[1].split(END)[0].strip()
@@ -22,10 +29,8 @@ def between_markers() -> str:
 
 
 def test_support_matrix_is_what_the_command_prints() -> None:
-    """The matrix in the README equals the output of `python -m offload matrix`."""
-    command = [sys.executable, "-m", "offload", "matrix"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50, check=True)
-    assert between_markers() == run.stdout.strip()
+    """The matrix in the README equals the output of `python -m offload matrix` (`make readme`)."""
+    assert between_markers() == matrix()
 
 
 @pytest.mark.parametrize("code", BLOCKS, ids=lambda code: code.splitlines()[0][:40])
@@ -63,3 +68,10 @@ def test_make_targets_exist(target: str) -> None:
     """Every `make` target that the README names is in the Makefile."""
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+
+
+if __name__ == "__main__":
+    before, rest = README.split(BEGIN)
+    after = rest.split(END)[1]
+    text = f"{before}{BEGIN}\n```text\n{matrix()}\n```\n{END}{after}"
+    (ROOT / "README.md").write_text(text, encoding="utf-8")
