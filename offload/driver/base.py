@@ -23,6 +23,9 @@ The life of a flight on a stream:
                              ends when it is `exhausted` and all it enqueued has passed; after a failure
                              or `flight.stopped`, when what had been enqueued has passed.
 
+`failed` names layer 0 when `prepare` or `next_layer` raised. A driver that is closed, or an interpreter that exits,
+with flights in the air ends them after the layer under way, as if they were stopped.
+
 A stream never waits on a lock that a flight's callbacks could need, and a callback never blocks.
 """
 
@@ -48,8 +51,9 @@ class Event(Protocol):
 class Work(Protocol):
     """The copies of one layer of one batch, over all its pools."""
 
-    nbytes: int
-    """Bytes that it moves."""
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it moves."""
 
     def __call__(self) -> None:
         """Move the bytes (threads, simulator), or enqueue the moves on the current stream (cuda)."""
@@ -64,16 +68,21 @@ class Work(Protocol):
 class Access(Protocol):
     """One side of a work: which pages of which pool and layer it touches."""
 
-    pool: object
-    """The pool; identity counts."""
+    @property
+    def pool(self) -> object:
+        """The pool; identity counts."""
 
-    layer: int
-    """The pool's own layer index."""
+    @property
+    def layer(self) -> int:
+        """The pool's own layer index."""
 
-    pages: Sequence[int]
-    """Page ids."""
+    @property
+    def pages(self) -> Sequence[int]:
+        """Page ids."""
 
-    write: bool
+    @property
+    def write(self) -> bool:
+        """Whether it writes them; else it reads them."""
 
 
 class Flight(Protocol):
