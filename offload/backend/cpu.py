@@ -150,6 +150,8 @@ def _copy_runs(pages: _Pages, source: torch.Tensor, destination: torch.Tensor) -
         start, end, count = pages.spans[0]
         destination[end : end + count].copy_(source[start : start + count])
         return
+    if not pages.spans:
+        return  # the list copy refuses empty lists
     torch._foreach_copy_(
         [destination[end : end + count] for _, end, count in pages.spans],
         [source[start : start + count] for start, _, count in pages.spans],
