@@ -162,8 +162,15 @@ class Driver(Protocol):
     def now(self) -> float:
         """Return the time in seconds, on the clock of deadlines."""
 
-    async def sleep_until(self, when: float) -> None:
-        """Suspend this task until `now() >= when`."""
+    @property
+    def alarm(self) -> Callable[[float, Callable[[], None]], Callable[[], None]] | None:
+        """How to be called back after so many seconds of a virtual clock; returns what cancels that.
+
+        None: seconds are the loop's own, and so are its alarms. Called back on the loop's thread.
+        """
+
+    async def quiesce(self) -> None:
+        """Let whatever is in the air land, where time only passes when somebody makes it. Else nothing."""
 
     def close(self) -> None:
         """End all threads. Called when no flight is in the air; any number of times."""

@@ -21,7 +21,6 @@ interleave as they would, and always in the same way.
 
 from __future__ import annotations
 
-import math
 import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -122,15 +121,25 @@ class SimDriver:
         """Return the virtual time in seconds."""
         return self.clock.now
 
-    async def sleep_until(self, when: float) -> None:
-        """Suspend this task until virtual time has passed `when`; this alone makes no time pass."""
-        if when <= self.now():
-            return
-        if math.isinf(when):
-            await anyio.sleep_forever()
-        rung, post = anyio.Event(), poster()
-        self.clock.alarm(when, lambda: post(rung.set))
-        await rung.wait()
+    @property
+    def alarm(self) -> Callable[[float, Callable[[], None]], Callable[[], None]]:
+        """How to be called back when virtual time has passed; this alone makes no time pass."""
+        return self._set_alarm
+
+    def _set_alarm(self, seconds: float, callback: Callable[[], None]) -> Callable[[], None]:
+        post, wanted = poster(), [True]
+        self.clock.alarm(self.now() + seconds, lambda: wanted[0] and post(callback))
+
+        def cancel() -> None:
+            wanted[0] = False
+
+        return cancel
+
+    async def quiesce(self) -> None:
+        """Run until nothing is left to happen."""
+        await settle()
+        while self.clock.step():
+            await settle()
 
     def close(self) -> None:
         """Do nothing: there are no threads."""
@@ -140,6 +149,16 @@ class SimDriver:
     def step(self) -> bool:
         """Let the next thing happen, without running any task; return whether there was one."""
         return self.clock.step()
+
+    async def sleep_until(self, when: float) -> None:
+        """Suspend this task until virtual time has passed `when`; this alone makes no time pass."""
+        if when > self.now():
+            rung = anyio.Event()
+            cancel = self._set_alarm(when - self.now(), rung.set)
+            try:
+                await rung.wait()
+            finally:
+                cancel()
 
     async def run_until_idle(self) -> None:
         """Run tasks and copies until all tasks wait and nothing is left to happen.

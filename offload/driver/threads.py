@@ -30,7 +30,6 @@ every thread started later, so a worker that set it would slow down the caller's
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import time
@@ -39,8 +38,6 @@ from collections import deque
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import cast
-
-import anyio
 
 from offload.core.lane import Lane
 from offload.driver import foreign
@@ -336,11 +333,13 @@ class ThreadsDriver:
         """Return the time in seconds, on the clock of deadlines: `time.perf_counter`."""
         return time.perf_counter()
 
-    async def sleep_until(self, when: float) -> None:
-        """Suspend this task until `now() >= when`."""
-        while (left := when - time.perf_counter()) > 0:
-            # A loop's timer rounds down to its clock's resolution, so it may wake too early.
-            await (anyio.sleep_forever() if math.isinf(left) else anyio.sleep(left))
+    @property
+    def alarm(self) -> None:
+        """None: seconds are the loop's own."""
+        return None
+
+    async def quiesce(self) -> None:
+        """Do nothing: time passes by itself."""
 
     def close(self) -> None:
         """End and join all threads. Any number of times; in a fork it only forgets them."""

@@ -302,17 +302,20 @@ def test_the_compute_stream_carries_nothing(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_sleep_until_reaches_the_time(driver: Driver, backend: str) -> None:
-    """A task sleeps until the driver's clock has passed the time; the past costs nothing."""
+def test_alarms_ring_in_virtual_time_alone(driver: Driver, backend: str) -> None:
+    """Where time is virtual an alarm rings when it has passed, unless cancelled; elsewhere there is none."""
 
     async def body() -> None:
-        when = driver.now() + 0.003
-        async with anyio.create_task_group() as group:
-            group.start_soon(driver.sleep_until, when)
-            if isinstance(driver, SimDriver):
-                await driver.advance(0.003)
-        assert driver.now() >= when
-        await driver.sleep_until(0.0)
+        rung: list[str] = []
+        if driver.alarm is not None:
+            driver.alarm(0.5, lambda: rung.append("half"))
+            driver.alarm(0.75, lambda: rung.append("cancelled"))()
+            driver.alarm(2.0, lambda: rung.append("two"))
+        await driver.quiesce()
+        assert rung == []
+        if isinstance(driver, SimDriver):
+            await driver.advance(1.0)
+        assert rung == (["half"] if driver.alarm is not None else [])
 
     anyio.run(body, backend=backend)
 
