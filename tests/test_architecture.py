@@ -42,7 +42,10 @@ EDGES: dict[str, set[str]] = {
     "metrics": {"counters", "statistics", "trace"},
     "route": {"backend", "core", "errors", "group", "pool", "registry"},
 }
-SCHEDULER: set[str] = {"flight", "transfer", "submit", "statistics", "scheduler", "layerwise"}
+SCHEDULER: set[str] = {
+    *("flight", "transfer", "submit", "statistics", "holding", "parking", "timer", "threadface"),
+    *("scheduler", "layerwise"),
+}
 """Pieces of the scheduler: they may import any inner room and each other."""
 
 OUTER: set[str] = {"testing", "cli", "demo", "__main__", "__init__"}
