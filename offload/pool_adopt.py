@@ -168,7 +168,7 @@ def _wrong_shape(
     expected = shape_of(axes, sizes)
     if layout is not None:
         for other, order in HOST_AXES[spec.kind].items():
-            if read_strides(order, sizes, array.shape, array.strides) is not None:
+            if read_strides(order, sizes, array.shape, array.strides, 1) is not None:
                 return GeometryError.misdeclared(
                     f"host pool {array.name!r}",
                     declared=layout.value,
@@ -195,7 +195,7 @@ def _check_dense(
     """Refuse strides that are not the layout's: the shape says one order and the memory another."""
     sizes = sizes_of(component, spec.num_layers, num_pages)
     packed = packed_strides(axes, sizes, component.itemsize)
-    got = read_strides(axes, sizes, array.shape, array.strides)
+    got = read_strides(axes, sizes, array.shape, array.strides, component.itemsize)
     assert got is not None
     padded = axes.order[0] if axes.groups[0] == "p" else ""
     wrong = [

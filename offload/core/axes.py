@@ -92,11 +92,16 @@ def shape_of(axes: Axes, sizes: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def read_strides(
-    axes: Axes, sizes: Mapping[str, int], shape: Sequence[int], strides: Sequence[int]
+    axes: Axes,
+    sizes: Mapping[str, int],
+    shape: Sequence[int],
+    strides: Sequence[int],
+    itemsize: int,
 ) -> dict[str, int] | None:
     """Return byte strides by letter of a tensor that has these axes, or None where its shape differs.
 
-    Dimensions of size 1 are ignored on both sides. One dimension may hold several neighbouring axes
+    Dimensions of size 1 are ignored on both sides; such an axis gets the stride that it would have in a
+    dense array. One dimension may hold several neighbouring axes
     (`P*T` slots), and `d` may lie over several dimensions that are dense among themselves.
     """
     dims = [(size, step) for size, step in zip(shape, strides, strict=True) if size != 1]
@@ -116,7 +121,14 @@ def read_strides(
         for letter in reversed(taken):
             found[letter] = step
             step *= sizes[letter]
-    return None if letters or dims else found
+    if letters or dims:
+        return None
+    step = itemsize
+    for letter in reversed(axes.order):
+        if sizes[letter] == 1:
+            found[letter] = step
+        step = found[letter] * sizes[letter]
+    return found
 
 
 def overlaps(strides: Sequence[tuple[int, int]], itemsize: int) -> bool:

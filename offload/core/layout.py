@@ -417,7 +417,7 @@ def read_array(
     first = components[0]
     sizes = sizes_of(first, num_layers, num_pages)
     require(axes, sizes)
-    strides = read_strides(axes, sizes, array.shape, array.strides)
+    strides = read_strides(axes, sizes, array.shape, array.strides, first.itemsize)
     if strides is None:
         return None
     if overlaps([(sizes[letter], step) for letter, step in strides.items()], first.itemsize):

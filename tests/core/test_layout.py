@@ -257,7 +257,7 @@ def test_another_order_is_not_read() -> None:
     """A tensor whose axes have other sizes in that order is no such array."""
     sizes = {"p": 2, "l": 3, "t": 5, "h": 7, "d": 11}
     axes = HOST_AXES[PoolKind.MHA][Layout.PAGE_FIRST]
-    assert read_strides(axes, sizes, (3, 10, 7, 11), (770, 77, 11, 1)) is None
+    assert read_strides(axes, sizes, (3, 10, 7, 11), (770, 77, 11, 1), 1) is None
 
 
 def test_shared_bytes_are_refused() -> None:
