@@ -139,7 +139,9 @@ def layout(name: str) -> Layout | Axes:
 
 def _claim(what: str, name: str, taken: set[str]) -> None:
     if name in taken:
-        raise RequestError(f"{what} {name!r} is taken. Register it under another name.", value=name)
+        raise RequestError(
+            f"{what} {str(name)!r} is taken. Register it under another name.", value=name
+        )
 
 
 def _loaded() -> _Registry:
