@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable, Iterator
 
@@ -318,6 +319,40 @@ def test_alarms_ring_in_virtual_time_alone(driver: Driver, backend: str) -> None
         assert rung == (["half"] if driver.alarm is not None else [])
 
     anyio.run(body, backend=backend)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_programs_keep_the_protocol(driver: Driver, hooks: Hooks, seed: int) -> None:
+    """Whatever is carried, stopped, failed and kicked: each flight hears a legal story, ended once."""
+    rng = random.Random(seed)
+    for _ in range(3):
+        hooks.fail(OSError("planted"), nth=rng.randint(1, 40), torn=rng.random() < 0.5)
+    flights: list[FakeFlight] = []
+    for number in range(25):
+        flight = FakeFlight(
+            rng.randint(0, 5), name=str(number), urgency=(float(rng.randint(0, 2)),)
+        )
+        flight.allowed = rng.choice([0, 1, flight.layers])
+        flights.append(flight)
+        driver.stream(rng.choice(["load", "backup"])).carry(flight)
+        rng.choice(flights).stopped |= rng.random() < 0.2
+        if isinstance(driver, SimDriver) and rng.random() < 0.5:
+            driver.step()
+    for flight in flights:
+        flight.allowed = flight.layers
+    for name in ("load", "backup"):
+        driver.stream(name).kick()
+    finish(driver, *flights)
+    for flight in flights:
+        what = [words[1] for words in flight.log]
+        layers = [words[2] for words in flight.log if words[1] == "landed"]
+        assert layers == list(range(len(layers)))
+        assert what.count("ended") == 1
+        assert what[-1] == "ended"
+        assert what.count("failed") <= 1
+        assert flight.stopped or "failed" in what or len(layers) == flight.layers
+        whole = slice(0, len(layers))
+        np.testing.assert_array_equal(flight.destination[whole], flight.source[whole])
 
 
 def test_close_may_be_called_again(driver: Driver) -> None:

@@ -1,0 +1,106 @@
+"""How much of a load hides behind a forward that needs it layer by layer?
+
+The bound is the slower of the two alone: 32 layers of 4 MiB loaded, and a forward on one thread whose
+layers each take twice as long as a layer's load. `serial_ratio` is load-then-run, in the same run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+
+import anyio
+import anyio.to_thread
+import torch
+
+import offload
+from bench.common import best, finish, options
+
+LAYERS = 32
+PAGES = 64
+SPEC = offload.PoolSpec.mha(
+    num_layers=LAYERS, page_size=16, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16
+)
+"""64 pages of one layer are 4 MiB: 16 tokens x 8 heads x 128 x 2 bytes, k and v, are 64 KiB."""
+
+SIDE = 192
+"""A matrix that stays in the cache: the forward competes for the interpreter, not for memory."""
+
+
+class Forward:
+    """A model of `LAYERS` layers, each so many small matrix products; torch runs it on one thread."""
+
+    def __init__(self, products: int) -> None:
+        self.products = products
+        self._weight = torch.eye(SIDE)
+        self._hidden = torch.ones(SIDE, SIDE)
+
+    def layer(self) -> None:
+        for _ in range(self.products):
+            torch.mm(self._weight, self._weight, out=self._hidden)
+
+    def run(self, load: offload.Transfer | None = None) -> None:
+        """Run every layer, each when its pages are there."""
+        for layer in range(LAYERS):
+            if load is not None:
+                load.wait_layer(layer)
+            self.layer()
+
+
+async def timed(run: Callable[[], Awaitable[object]]) -> float:
+    """Return how many seconds it took."""
+    start = time.perf_counter()
+    await run()
+    return time.perf_counter() - start
+
+
+async def measure(repeats: int) -> dict[str, float]:
+    """Take load, forward, both at once and one after the other in turns; keep the best of each."""
+    device = offload.DevicePool.allocate(SPEC, num_pages=PAGES, device="cpu")
+    host = offload.HostPool.like(device, num_pages=PAGES, layout="layer_first")
+    pages = list(range(PAGES))
+    async with offload.open_scheduler(device, host) as scheduler:
+
+        async def load() -> None:
+            await (await scheduler.load(host_pages=pages, device_pages=pages))
+
+        async def forward() -> None:
+            await anyio.to_thread.run_sync(model.run)
+
+        async def both() -> None:
+            transfer = await scheduler.load(host_pages=pages, device_pages=pages)
+            await anyio.to_thread.run_sync(model.run, transfer)
+            await transfer
+
+        async def serial() -> None:
+            await load()
+            await forward()
+
+        load_s = min([await timed(load) for _ in range(max(5, repeats))])
+        model = Forward(1000)
+        product_s = best(model.layer, 5) / 1000
+        model.products = max(1, round(2 * load_s / LAYERS / product_s))
+        runs = {"load": load, "forward": forward, "both": both, "serial": serial}
+        took = dict.fromkeys(runs, float("inf"))
+        for _ in range(repeats):
+            for name, run in runs.items():
+                took[name] = min(took[name], await timed(run))
+    return took
+
+
+def main() -> None:
+    """Measure and print."""
+    given = options(__doc__)
+    torch.set_num_threads(1)
+    took = anyio.run(measure, 5 if given.quick else 30)
+    bound = max(took["load"], took["forward"])
+    figures = {f"{name}_ms": seconds * 1e3 for name, seconds in took.items()}
+    figures["load_gib_s"] = LAYERS * PAGES * 65536 / took["load"] / 2**30
+    figures["forward_to_load"] = took["forward"] / took["load"]
+    figures["serial_ratio"] = took["serial"] / bound
+    figures["overlap_ratio"] = took["both"] / bound
+    finish("overlap", figures, given)
+
+
+if __name__ == "__main__":
+    main()
