@@ -7,7 +7,8 @@ chosen once per batch by what the calls and the bytes cost:
 1. *runs*: one list copy of all runs, as views. Few long runs.
 2. *gather*: one `index_select` straight into each run of destination pages, whatever the order of the sources.
    Loads into fresh pages and backups into fresh pages.
-3. *relay*: gather into a small buffer that stays in the cache, then scatter from it. Many short pages,
+3. *scatter*: one `index_copy_` straight from each run of source pages. The same into scattered pages.
+4. *relay*: gather into a small buffer that stays in the cache, then scatter from it. Many short pages,
    scattered on both sides.
 """
 
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum, auto
-from math import gcd
+from math import gcd, inf
 
 import attrs
 import numpy as np
@@ -31,9 +32,11 @@ from offload.pool import DevicePool, HostPool, Pool
 # Measured on one core of a server CPU, torch 2.13; the choice needs the ratios alone. Seconds.
 _RUN_CALL = 4e-6  # two views in Python, with the interpreter lock, and their part of the list copy
 _GATHER_CALL = 4e-6
+_SCATTER_CALL = 5e-6
 _RELAY_CALL = 10e-6
 _RUN_BYTE = 1 / 16e9
 _GATHER_BYTE = 1 / 14e9
+_SCATTER_BYTE = 1 / 10e9
 _RELAY_BYTE = 1 / 6e9
 _RELAY_BUFFER = 1 << 20  # bytes; second-level caches are this large
 
@@ -45,8 +48,11 @@ class Way(Enum):
 
     RUNS = auto()
     GATHER = auto()
+    SCATTER = auto()
     RELAY = auto()
 
+
+_NONE = torch.empty(0, dtype=torch.int64)
 
 Sides = tuple[torch.Tensor, torch.Tensor]
 """Source and destination of one component and layer: [P, *loops, words], equal apart from `P`."""
@@ -66,7 +72,8 @@ class CpuBackend:
         """Choose the way, and make the indices; views of the pools are kept for the next batch."""
         both = PoolCopy.of(device, host, direction, runs)
         views = self._views.setdefault((both.source, both.destination), {})
-        return CpuCopy(both, views, _Pages.of(runs, both.layer_bytes))
+        nbytes = both.layer_bytes // len(both.pairs)
+        return CpuCopy(both, views, _Pages.of(runs, nbytes, packed=_packed(both)))
 
 
 @attrs.frozen(eq=False)
@@ -74,35 +81,57 @@ class _Pages:
     """The pages of a batch, in the form that its way needs."""
 
     way: Way
+
     spans: list[tuple[int, int, int]]
-    """RUNS: (first source page, first destination page, pages). GATHER: (first destination page, first
-    position in `source`, pages)."""
+    """RUNS: (first source page, first destination page, pages). GATHER, SCATTER: (first page on the side
+    that lies together, position of its partner in `index`, pages)."""
 
-    source: torch.Tensor
-    """GATHER, RELAY: source pages; in the order of their destinations."""
+    index: torch.Tensor
+    """GATHER, RELAY: source pages. SCATTER: destination pages."""
 
-    destination: torch.Tensor
+    into: torch.Tensor
+    """RELAY: destination pages."""
 
     @classmethod
-    def of(cls, runs: Runs, nbytes: int) -> _Pages:
-        none = torch.empty(0, dtype=torch.int64)
+    def of(cls, runs: Runs, nbytes: int, *, packed: bool) -> _Pages:
+        """Choose by the estimated seconds.
+
+        Args:
+            nbytes: Bytes of one layer of one component.
+            packed: Whether the source's pages lie together; `index_copy_` is slow where they do not.
+        """
         few = len(runs) * _RUN_CALL + nbytes * _RUN_BYTE
-        if few <= min(_GATHER_CALL + nbytes * _GATHER_BYTE, _RELAY_CALL + nbytes * _RELAY_BYTE):
-            return cls(Way.RUNS, _rows(runs.source, runs.destination, runs.count), none, none)
-        source, destination = _by_destination(runs)
-        cuts = np.flatnonzero(np.diff(destination) != 1) + 1
-        first = np.concatenate((np.zeros(min(1, len(destination)), np.int64), cuts))
+        if few <= min(
+            _GATHER_CALL + nbytes * _GATHER_BYTE,
+            _SCATTER_CALL + nbytes * _SCATTER_BYTE,
+            _RELAY_CALL + nbytes * _RELAY_BYTE,
+        ):
+            return cls._runs(runs)
+        source, destination = runs.pages
+        order = np.argsort(destination)
+        gathered, scattered = _stretches(destination[order]), _stretches(source)
         calls = {
             Way.RUNS: few,
-            Way.GATHER: len(first) * _GATHER_CALL + nbytes * _GATHER_BYTE,
+            Way.GATHER: len(gathered) * _GATHER_CALL + nbytes * _GATHER_BYTE,
+            Way.SCATTER: len(scattered) * _SCATTER_CALL + nbytes * _SCATTER_BYTE if packed else inf,
             Way.RELAY: _RELAY_CALL * (1 + nbytes / _RELAY_BUFFER) + nbytes * _RELAY_BYTE,
         }
-        way = min(calls, key=lambda each: calls[each])
-        if way is Way.RUNS:
-            return cls(way, _rows(runs.source, runs.destination, runs.count), none, none)
-        count = np.diff(first, append=len(destination))
-        spans = _rows(destination[first], first, count) if way is Way.GATHER else []
-        return cls(way, spans, torch.from_numpy(source), torch.from_numpy(destination))
+        match min(calls, key=lambda way: calls[way]):
+            case Way.RUNS:
+                return cls._runs(runs)
+            case Way.GATHER:
+                spans = _spans(destination[order], gathered)
+                return cls(Way.GATHER, spans, torch.from_numpy(source[order]), _NONE)
+            case Way.SCATTER:
+                spans = _spans(source, scattered)
+                return cls(Way.SCATTER, spans, torch.from_numpy(destination), _NONE)
+            case _:
+                both = torch.from_numpy(source), torch.from_numpy(destination)
+                return cls(Way.RELAY, [], *both)
+
+    @classmethod
+    def _runs(cls, runs: Runs) -> _Pages:
+        return cls(Way.RUNS, _rows(runs.source, runs.destination, runs.count), _NONE, _NONE)
 
 
 @attrs.define(eq=False)
@@ -145,6 +174,10 @@ class CpuCopy:
         return sides
 
 
+def _packed(both: PoolCopy) -> bool:
+    return all(ours.adjacent for ours, _ in both.pairs)
+
+
 def _copy_runs(pages: _Pages, source: torch.Tensor, destination: torch.Tensor) -> None:
     if len(pages.spans) == 1:
         start, end, count = pages.spans[0]
@@ -160,22 +193,28 @@ def _copy_runs(pages: _Pages, source: torch.Tensor, destination: torch.Tensor) -
 
 def _gather(pages: _Pages, source: torch.Tensor, destination: torch.Tensor) -> None:
     for end, first, count in pages.spans:
-        index = pages.source[first : first + count]
+        index = pages.index[first : first + count]
         torch.index_select(source, 0, index, out=destination[end : end + count])
+
+
+def _scatter(pages: _Pages, source: torch.Tensor, destination: torch.Tensor) -> None:
+    for start, first, count in pages.spans:
+        index = pages.index[first : first + count]
+        destination.index_copy_(0, index, source[start : start + count])
 
 
 def _relay(pages: _Pages, source: torch.Tensor, destination: torch.Tensor) -> None:
     one = source[:1]
     step = max(1, _RELAY_BUFFER // (one.numel() * one.element_size()))
-    buffer = torch.empty((min(step, len(pages.source)), *one.shape[1:]), dtype=one.dtype)
-    for start in range(0, len(pages.source), step):
-        index = pages.source[start : start + step]
+    buffer = torch.empty((min(step, len(pages.index)), *one.shape[1:]), dtype=one.dtype)
+    for start in range(0, len(pages.index), step):
+        index = pages.index[start : start + step]
         held = buffer[: len(index)]
         torch.index_select(source, 0, index, out=held)
-        destination.index_copy_(0, pages.destination[start : start + step], held)
+        destination.index_copy_(0, pages.into[start : start + step], held)
 
 
-_COPY = {Way.RUNS: _copy_runs, Way.GATHER: _gather, Way.RELAY: _relay}
+_COPY = {Way.RUNS: _copy_runs, Way.GATHER: _gather, Way.SCATTER: _scatter, Way.RELAY: _relay}
 
 
 def _views_of(
@@ -206,12 +245,13 @@ def _views_of(
     return views[0], views[1]
 
 
-def _by_destination(runs: Runs) -> tuple[Pages, Pages]:
-    source, destination = runs.pages
-    if np.count_nonzero(np.diff(destination) < 0):
-        order = np.argsort(destination)
-        source, destination = source[order], destination[order]
-    return source, destination
+def _stretches(pages: Pages) -> Pages:
+    """Return the positions where pages do not follow their predecessor; the first one is 0."""
+    return np.flatnonzero(np.diff(pages, prepend=-2) != 1)
+
+
+def _spans(pages: Pages, first: Pages) -> list[tuple[int, int, int]]:
+    return _rows(pages[first], first, np.diff(first, append=len(pages)))
 
 
 def _rows(*columns: Pages) -> list[tuple[int, int, int]]:

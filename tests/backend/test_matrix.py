@@ -240,18 +240,26 @@ def test_a_rejected_cell_is_refused_with_its_reason(
 def test_every_way_of_the_cpu_backend_copies_the_same(
     way: Way, layout: Layout, name: str, direction: Direction, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which of the three ways is chosen is a matter of speed alone."""
+    """Which of the four ways is chosen is a matter of speed alone."""
     if not supported(name, layout, IoBackend.CPU, direction):
         return
     for cost in Way:
         price = 0.0 if cost is way else 1.0
-        word = {Way.RUNS: "RUN", Way.GATHER: "GATHER", Way.RELAY: "RELAY"}[cost]
+        word = cost.name.removesuffix("S")
         monkeypatch.setattr(f"offload.backend.cpu._{word}_CALL", price)
         monkeypatch.setattr(f"offload.backend.cpu._{word}_BYTE", price)
     monkeypatch.setattr("offload.backend.cpu._RELAY_BUFFER", 700)
+    monkeypatch.setattr("offload.backend.cpu._packed", lambda both: True)
     for pairs in page_sets(direction)[1:]:
-        assert _Pages.of(runs_of(pairs), 100).way is way
+        assert _Pages.of(runs_of(pairs), 100, packed=True).way is way
         check(make_backend("cpu"), lambda: pools(name, layout), direction, pairs)
+
+
+def test_pages_that_do_not_lie_together_are_never_scattered_straight_from_the_pool() -> None:
+    """Scattering is for packed sources; a strided source goes through the small buffer."""
+    runs = runs_of([(page, 2 * (page * 5 % 1024)) for page in range(1024)])
+    assert _Pages.of(runs, 1 << 22, packed=True).way is Way.SCATTER
+    assert _Pages.of(runs, 1 << 22, packed=False).way is Way.RELAY
 
 
 @pytest.mark.parametrize("io_backend", ON_CPU)
@@ -355,3 +363,36 @@ def test_offsets_beyond_two_to_the_31_are_exact(io_backend: IoBackend) -> None:
     device.flat("row", 0)[0].zero_()
     backend.prepare(device, host, Direction.LOAD, runs_of([(pages[0], 0), (pages[1], 1)])).copy(0)
     assert torch.equal(device.flat("row", 0)[0], want)
+
+
+@pytest.mark.parametrize("io_backend", ON_CPU)
+@pytest.mark.parametrize("direction", Direction)
+def test_bytes_around_adopted_tensors_are_left_alone(
+    io_backend: IoBackend, direction: Direction
+) -> None:
+    """An engine's tensors cut out of bigger ones: what lies before, after and between stays."""
+    spec = SPECS["mha"]
+
+    def make() -> tuple[DevicePool, HostPool, list[torch.Tensor]]:
+        draw = torch.Generator().manual_seed(11)
+        wholes: list[torch.Tensor] = []
+        tensors: dict[str, list[torch.Tensor]] = {}
+        for made in spec.components:
+            shape = ((DEVICE_PAGES + 2) * 5, 2, made.component.dim)
+            bits = [torch.randint(0, 1 << 15, shape, generator=draw) for _ in range(LAYERS)]
+            cut = [each.to(torch.int16).view(torch.bfloat16) for each in bits]
+            wholes += cut
+            tensors[made.name] = [each[5:-5] for each in cut]
+        _, host = pools("mha", Layout.LAYER_FIRST)
+        return DevicePool.adopt(spec, tensors), host, wholes
+
+    device, host, wholes = make()
+    wanted, host_wanted, wholes_wanted = make()
+    pairs = [(0, 6), (6, 0), (2, 3), (3, 4)]
+    make_backend(io_backend).prepare(device, host, direction, runs_of(pairs)).copy(1)
+    sides: tuple[Pool, Pool] = (host_wanted, wanted)
+    source, destination = sides if direction is Direction.LOAD else sides[::-1]
+    oracle.copy(source, destination, pairs, [1])
+    for got, want in zip(wholes, wholes_wanted, strict=True):
+        assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+    assert oracle.same_bytes(host, host_wanted)
