@@ -113,7 +113,7 @@ class SimStream:
         try:
             if not trip.flight.stopped:
                 trip.flight.prepare()
-        except BaseException as error:  # the flight's, not the simulator's
+        except BaseException as error:  # noqa: BLE001 - it is the flight's, not the simulator's
             self._fail(trip, 0, error)
             self._left.append(trip)
         else:
@@ -123,7 +123,7 @@ class SimStream:
         while True:
             try:
                 return self._lane.pick()
-            except BaseException as error:  # the flight's, not the simulator's
+            except BaseException as error:  # noqa: BLE001 - it is the flight's, not the simulator's
                 flight = self._lane.asked
                 assert flight is not None
                 self._fail(self._trip(flight), 0, error)
@@ -220,7 +220,7 @@ class Copy:
         try:
             if self.error is None:
                 do()
-        except BaseException as error:  # the flight's, not the simulator's
+        except BaseException as error:  # noqa: BLE001 - it is the flight's, not the simulator's
             self.error = error
 
 

@@ -120,7 +120,7 @@ class ThreadStream:
         try:
             if not flight.stopped:
                 flight.prepare()
-        except BaseException as error:  # the flight's, not the worker's
+        except BaseException as error:  # noqa: BLE001 - it is the flight's, not the worker's
             self._lane.left.append(flight)
             flight.failed(0, error)
         else:
@@ -139,7 +139,7 @@ class ThreadStream:
         while True:
             try:
                 return self._lane.pick()
-            except BaseException as error:  # the flight's, not the worker's
+            except BaseException as error:  # noqa: BLE001 - it is the flight's, not the worker's
                 flight = self._lane.asked
                 assert flight is not None
                 self._lane.drop(flight)
@@ -177,7 +177,7 @@ class ThreadStream:
             if self._rate:
                 self._due = max(self._due, begun - _CATCH_UP) + work.nbytes / self._rate
                 self._sleep_until(self._due)
-        except BaseException as error:  # the flight's, not the worker's
+        except BaseException as error:  # noqa: BLE001 - it is the flight's, not the worker's
             return error
         return None
 
