@@ -108,8 +108,8 @@ class _Pages:
         ):
             return cls._runs(runs)
         source, destination = runs.pages
-        order = np.argsort(destination)
-        gathered, scattered = _stretches(destination[order]), _stretches(source)
+        taken, ordered = runs.by_destination
+        gathered, scattered = _stretches(ordered), _stretches(source)
         calls = {
             Way.RUNS: few,
             Way.GATHER: len(gathered) * _GATHER_CALL + nbytes * _GATHER_BYTE,
@@ -120,8 +120,8 @@ class _Pages:
             case Way.RUNS:
                 return cls._runs(runs)
             case Way.GATHER:
-                spans = _spans(destination[order], gathered)
-                return cls(Way.GATHER, spans, torch.from_numpy(source[order]), _NONE)
+                spans = _spans(ordered, gathered)
+                return cls(Way.GATHER, spans, torch.from_numpy(taken), _NONE)
             case Way.SCATTER:
                 spans = _spans(source, scattered)
                 return cls(Way.SCATTER, spans, torch.from_numpy(destination), _NONE)

@@ -55,6 +55,13 @@ class Runs:
             np.repeat(self.destination, self.count) + within,
         )
 
+    @cached_property
+    def by_destination(self) -> tuple[Pages, Pages]:
+        """The same pairs in the order of their destinations."""
+        source, destination = self.pages
+        order = np.argsort(destination)
+        return source[order], destination[order]
+
 
 class Scratch:
     """Buffers that one planning thread keeps, because fresh ones cost more than the sort in page faults."""

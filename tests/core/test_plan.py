@@ -75,6 +75,9 @@ def test_runs_are_the_longest_that_step_together(block: int) -> None:
         assert runs.num_pages == len(pairs)
         here, there = runs.pages
         assert list(zip(here.tolist(), there.tolist(), strict=True)) == expand(runs)
+        here, there = runs.by_destination
+        ordered = sorted(pairs, key=lambda pair: pair[1])
+        assert list(zip(here.tolist(), there.tolist(), strict=True)) == ordered
 
 
 def test_runs_outlive_the_scratch() -> None:
