@@ -44,7 +44,7 @@ class Event(Protocol):
     def wait(self, timeout: float | None = None) -> bool:
         """Block this thread until landed; return whether it has. `timeout` in seconds. Never needs a loop."""
 
-    def watch(self, callback: Callable[[], None]) -> None:
+    def watch(self, callback: Callable[[], object]) -> None:
         """Call `callback` once when landed, on the thread that sees it; at once when it already has."""
 
 

@@ -57,7 +57,7 @@ class ForeignEvent:
             fired.wait(timeout)
         return self.query()
 
-    def watch(self, callback: Callable[[], None]) -> None:
+    def watch(self, callback: Callable[[], object]) -> None:
         """Call `callback` once when it has fired, on a helper thread; at once when it already has."""
         if self.query():
             callback()
@@ -66,7 +66,7 @@ class ForeignEvent:
             target=self._call_later, args=(callback,), name="offload-after", daemon=True
         ).start()
 
-    def _call_later(self, callback: Callable[[], None]) -> None:
+    def _call_later(self, callback: Callable[[], object]) -> None:
         while not self.wait():
             pass
         callback()

@@ -21,7 +21,7 @@ class Gate:
         self._changed = threading.Condition()
         self._open = is_open
         self._arrived = 0
-        self._callbacks: list[Callable[[], None]] = []
+        self._callbacks: list[Callable[[], object]] = []
 
     def __repr__(self) -> str:
         return f"<Gate {'open' if self._open else 'closed'}, {self._arrived} arrived>"
@@ -60,7 +60,7 @@ class Gate:
         with self._changed:
             return self._changed.wait_for(lambda: self._arrived >= count, timeout)
 
-    def watch(self, callback: Callable[[], None]) -> None:
+    def watch(self, callback: Callable[[], object]) -> None:
         """Call `callback` once when the gate is open: at once, or on the thread that opens it."""
         with self._changed:
             if not self._open:

@@ -105,7 +105,7 @@ class Engine:
         """Mark this point."""
         return SimTicket(self, self.issued)
 
-    def watch(self, position: int, callback: Callable[[], None]) -> Callable[[], None]:
+    def watch(self, position: int, callback: Callable[[], object]) -> Callable[[], None]:
         """Call `callback` once `position` has passed; return a function that takes it back."""
         return self._watchers.add(position, callback)
 

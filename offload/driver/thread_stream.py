@@ -24,7 +24,13 @@ without it 32 layers are 3 ms late."""
 class ThreadStream:
     """One worker thread and the flights it carries."""
 
-    def __init__(self, name: str, rate: float | None, hooks: Hooks | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        rate: float | None,
+        hooks: Hooks | None,
+        cpus: frozenset[int] | None = None,
+    ) -> None:
         self.name = name
         self.landed = 0
         """Position of the last layer that has passed."""
@@ -33,6 +39,7 @@ class ThreadStream:
         self._pid = os.getpid()
         self._rate = rate
         self._hooks = hooks
+        self._cpus = cpus
         self._lane: Lane[Flight] = Lane()
         self._watchers = Watchers(self)
         self._inbox: SimpleQueue[Flight | None] = SimpleQueue()
@@ -71,7 +78,7 @@ class ThreadStream:
         """Mark this point: every layer that has begun."""
         return Ticket(self, self.issued)
 
-    def watch(self, position: int, callback: Callable[[], None]) -> Callable[[], None]:
+    def watch(self, position: int, callback: Callable[[], object]) -> Callable[[], None]:
         """Call `callback` when `position` has passed; return a function that takes it back."""
         return self._watchers.add(position, callback)
 
@@ -89,6 +96,8 @@ class ThreadStream:
     # ---- on the worker ----------------------------------------------------------------------------
 
     def _run(self) -> None:
+        if self._cpus is not None:
+            os.sched_setaffinity(0, self._cpus)  # 0 is this thread, not the process
         while not self._closing.is_set():
             if not self._turn():
                 self._admit(self._inbox.get())
@@ -230,7 +239,7 @@ class CallerStream:
         """Mark this point, which has passed."""
         return Ticket(self, 0)
 
-    def watch(self, position: int, callback: Callable[[], None]) -> Callable[[], None]:
+    def watch(self, position: int, callback: Callable[[], object]) -> Callable[[], None]:
         """Call `callback` at once."""
         callback()
         return lambda: None

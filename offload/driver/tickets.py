@@ -25,7 +25,7 @@ class Counted(Protocol):
     def name(self) -> str:
         """For people."""
 
-    def watch(self, position: int, callback: Callable[[], None]) -> Callable[[], None]:
+    def watch(self, position: int, callback: Callable[[], object]) -> Callable[[], None]:
         """Call `callback` once `position` has passed; return a function that takes it back."""
 
 
@@ -64,7 +64,7 @@ class Ticket:
             forget()
         return self.query()
 
-    def watch(self, callback: Callable[[], None]) -> None:
+    def watch(self, callback: Callable[[], object]) -> None:
         """Call `callback` once when passed, on the thread that sees it; at once when it already has."""
         if self.query():
             callback()
@@ -77,9 +77,9 @@ class _Watcher:
 
     __slots__ = ("callback", "order")
 
-    def __init__(self, order: tuple[int, int], callback: Callable[[], None]) -> None:
+    def __init__(self, order: tuple[int, int], callback: Callable[[], object]) -> None:
         self.order = order
-        self.callback: Callable[[], None] | None = callback
+        self.callback: Callable[[], object] | None = callback
 
     def __lt__(self, other: _Watcher) -> bool:
         return self.order < other.order
@@ -99,7 +99,7 @@ class Watchers:
         self._heap: list[_Watcher] = []
         self._made = 0
 
-    def add(self, position: int, callback: Callable[[], None]) -> Callable[[], None]:
+    def add(self, position: int, callback: Callable[[], object]) -> Callable[[], None]:
         """Store a callback, or call it at once; return a function that takes it back."""
         with self._lock:
             self._made += 1

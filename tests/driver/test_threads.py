@@ -200,6 +200,22 @@ def test_a_link_without_a_rate_is_refused(rate: float) -> None:
         ThreadsDriver(link_bytes_per_second=rate)
 
 
+def test_workers_keep_to_their_cores_and_leave_ours_alone() -> None:
+    """`cpus` binds the workers, not their maker; cores that are not ours are refused."""
+    ours = os.sched_getaffinity(0)
+    core = max(ours)
+    driver = ThreadsDriver(cpus={core})
+    flight, seen = FakeFlight(1), []
+    flight.prepared = lambda: seen.append(os.sched_getaffinity(0))
+    driver.stream("load").carry(flight)
+    assert flight.over.wait(PATIENCE)
+    driver.close()
+    assert (seen, os.sched_getaffinity(0)) == ([{core}], ours)
+    for wrong in ([], [10_000]):
+        with pytest.raises(RequestError, match="none of them"):
+            ThreadsDriver(cpus=wrong)
+
+
 def run(body: str) -> subprocess.CompletedProcess[str]:
     """Run a program that has a gated copy in the air."""
     head = """
