@@ -25,26 +25,32 @@ SPEC = offload.PoolSpec.mha(
 )
 """64 pages of one layer are 4 MiB: 16 tokens x 8 heads x 128 x 2 bytes, k and v, are 64 KiB."""
 
-SIDE = 128
-"""A matrix that stays in the cache: the forward competes for the interpreter, not for memory."""
+WIDTH = 256
+"""A weight of 256 KiB stays in the cache: the forward competes for cores, not for memory."""
+
+PRODUCTS = 4
+"""Matrix products of one layer, about as many as a small transformer's layer has. Between two of them the
+forward needs the interpreter, which copies and loop want as well."""
 
 
 class Forward:
-    """A model of `LAYERS` layers, each so many small matrix products; torch runs it on one thread."""
+    """A model of `LAYERS` layers on so many rows; torch runs it on one thread."""
 
-    def __init__(self, products: int) -> None:
-        self.products = products
-        self._weight = torch.eye(SIDE)
-        self._hidden = torch.ones(SIDE, SIDE)
+    def __init__(self, rows: int, core: int) -> None:
+        self.core = core
+        self._weight = torch.eye(WIDTH)
+        self._hidden = torch.ones(rows, WIDTH)
+        self._out = torch.empty(rows, WIDTH)
 
     def layer(self) -> None:
-        for _ in range(self.products):
-            torch.mm(self._weight, self._weight, out=self._hidden)
+        for _ in range(PRODUCTS):
+            torch.mm(self._hidden, self._weight, out=self._out)
 
     def run(self, load: offload.Transfer | None = None) -> None:
         """Run every layer, each when its pages are there."""
         # torch hands its thread count on to a new thread, MKL does not.
         torch.set_num_threads(1)
+        os.sched_setaffinity(0, {self.core})
         for layer in range(LAYERS):
             if load is not None:
                 load.wait_layer(layer)
@@ -63,11 +69,11 @@ async def measure(repeats: int) -> dict[str, float]:
     device = offload.DevicePool.allocate(SPEC, num_pages=PAGES, device="cpu")
     host = offload.HostPool.like(device, num_pages=PAGES, layout="layer_first")
     pages = list(range(PAGES))
-    # The forward and the copies on a core each. Left alone, the system often starts a woken worker on the
-    # core of the thread that woke it, and a load this short is over before it is moved.
-    *rest, spare = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, rest or [spare])
-    driver = ThreadsDriver(cpus=[spare])
+    # The forward has a core, the copies and the loop have another. Left alone, the system often starts a
+    # woken worker on the core of the thread that woke it, and a load this short is over before it is moved.
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cores[-1:])
+    driver = ThreadsDriver(cpus=cores[-1:])
     async with offload.open_scheduler(device, host, driver=driver) as scheduler:
 
         async def load() -> None:
@@ -86,9 +92,9 @@ async def measure(repeats: int) -> dict[str, float]:
             await forward()
 
         load_s = min([await timed(load) for _ in range(max(5, repeats))])
-        model = Forward(1000)
-        product_s = best(model.layer, 5) / 1000
-        model.products = max(1, round(2 * load_s / LAYERS / product_s))
+        rows = 512
+        took_s = best(Forward(rows, cores[0]).layer, 20)
+        model = Forward(max(1, round(rows * 2 * load_s / LAYERS / took_s)), cores[0])
         runs = {"load": load, "forward": forward, "both": both, "serial": serial}
         took = dict.fromkeys(runs, float("inf"))
         for _ in range(repeats):
