@@ -47,6 +47,15 @@ class SimTicket(Ticket):
             self.stream.tell(self.position)
         return passed
 
+    def watch(self, callback: Callable[[], object]) -> None:
+        """Call `callback` once when passed; the host knows it from then on (race detector)."""
+
+        def told() -> None:
+            self.stream.tell(self.position)
+            callback()
+
+        super().watch(told)
+
     def wait(self, timeout: float | None = None) -> bool:
         """Step the simulator until passed; return whether it has. `timeout` in virtual seconds.
 
@@ -126,7 +135,7 @@ class Engine:
                 self._queue.popleft()
                 self._start(head)
             elif not _passed(head):
-                head.watch(lambda: self.clock.after(0.0, self._advance))
+                _watch(head, lambda: self.clock.after(0.0, self._advance))
                 return
             else:
                 self._queue.popleft()
@@ -159,3 +168,11 @@ class Engine:
 def _passed(event: Event) -> bool:
     """Ask an event for an engine's sake: no host thread learns from it."""
     return Ticket.query(event) if isinstance(event, SimTicket) else event.query()
+
+
+def _watch(event: Event, callback: Callable[[], object]) -> None:
+    """Watch an event for an engine's sake: no host thread learns from it."""
+    if isinstance(event, SimTicket):
+        Ticket.watch(event, callback)
+    else:
+        event.watch(callback)

@@ -9,7 +9,7 @@ clock, at its beginning, already knew the other. What makes a clock learn:
 * a host thread that enqueues compute, or `carry`: the stream learns what the thread knows;
 * a landing that was delivered: every host thread knows it from then on, and so does every layer that is
   issued later. The scheduler relies on exactly that;
-* a host thread that asks an event and hears that it has passed, or that waits for one.
+* a host thread that asks an event and hears that it has passed, waits for one, or watches one.
 
 Time teaches nothing: two copies that happened one after the other by luck are still a race.
 """

@@ -116,6 +116,14 @@ def test_a_load_must_follow_the_compute_that_was_queued(mark: bool) -> None:
     assert bool(races(driver)) is not mark
 
 
+def test_a_load_carried_when_a_watched_mark_has_passed_is_ordered() -> None:
+    """A host that watched an event knows of it when called, and so does what it carries then."""
+    driver = sim()
+    driver.compute(1.0, reads=[(DEVICE, 0, [3])])
+    driver.marks()[0].watch(lambda: driver.stream("load").carry(load(1)))
+    assert races(driver) == []
+
+
 @pytest.mark.parametrize("rule", ["event", "landed", "none"])
 def test_a_load_after_the_backup_of_its_pages_needs_a_hazard_rule(rule: str) -> None:
     """The second direction waits for the first's event, or is carried after its landing was heard."""
