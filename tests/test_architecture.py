@@ -44,7 +44,7 @@ EDGES: dict[str, set[str]] = {
 }
 SCHEDULER: set[str] = {
     *("flight", "transfer", "submit", "statistics", "holding", "parking", "timer", "threadface"),
-    *("scheduler", "layerwise"),
+    *("scheduler", "layerwise", "opening", "blocking"),
 }
 """Pieces of the scheduler: they may import any inner room and each other."""
 
