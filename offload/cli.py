@@ -23,8 +23,11 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "matrix": ("offload.cli_matrix", "print which pairs are copied, and how"),
     "explain": ("offload.cli_explain", "say whether one pair is copied, why not, and what works"),
     "demo": ("offload.demo.command", "serve a real model with its KV cache offloaded"),
-    "report": ("offload.cli_report", "sum up a trace: stalls, bandwidth, slowest waits"),
-    "timeline": ("offload.cli_timeline", "draw a trace as text or as a picture"),
+    "report": ("offload.cli_report", "sum up a trace: stalls, bandwidth, layer by layer"),
+    "timeline": ("offload.cli_timeline", "draw a trace as a picture"),
+    "merge": ("offload.cli_merge", "put two traces, such as torch.profiler's and ours, on one clock"),
+    "check": ("offload.cli_check", "say what readers of a trace would drop or refuse"),
+    "view": ("offload.cli_view", "open a trace in Perfetto"),
 }
 """By command, its module and its line of help."""
 

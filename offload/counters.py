@@ -20,7 +20,7 @@ from typing import Final
 
 import attrs
 
-QUEUE_BOUNDS_NS: Final = tuple(k * 10**d for d in range(4, 9) for k in (1, 3)) + (1_000_000_000,)
+QUEUE_BOUNDS_NS: Final = (*(k * 10**d for d in range(4, 9) for k in (1, 3)), 1_000_000_000)
 """10 us (a request issued in the same turn) to 1 s (somebody's deadline), about three per decade."""
 
 SIZE_BOUNDS: Final = tuple(64 << 10 << 2 * i for i in range(7))

@@ -17,7 +17,8 @@ commands.py   the command line's share
 
 from __future__ import annotations
 
+from offload.trace.clock import Anchor
 from offload.trace.records import ASYNC_LANE
-from offload.trace.tracer import Anchor, OpenRequest, Tracer
+from offload.trace.tracer import OpenRequest, Tracer
 
 __all__ = ["ASYNC_LANE", "Anchor", "OpenRequest", "Tracer"]

@@ -1,25 +1,20 @@
-"""What the ring holds: one plain tuple of integers and strings per thing that happened.
+"""What the ring holds, and what it looks like when it is read again.
 
-Tuples of integers and strings are the cheapest records that Python has: one append, no dictionary, and the
-garbage collector stops looking at them. All times are nanoseconds of `time.perf_counter_ns`. Field 0 is
-the kind, fields 1 and 2 are start and end, the rest depends on the kind:
+The ring holds plain tuples of integers and strings, `(kind, start, end, ...)`: the cheapest records that
+Python has, one append and no dictionary, and the garbage collector stops looking at them. A reader sees
+the same fields by name: `KINDS[record[0]](*record[1:])`.
 
-    COPY      issue_ns, issued_ns, batch, direction, stream, layer, nbytes, ops, transfers
-    PLAN      batch, direction, stream, requests
-    REQUEST   issued_ns, request, direction, nbytes, pages, outcome, labels
-    WAIT      request, direction, layer, lane
-    STEP      lane, number
-    LAYER     layer, lane, requests
-    TICK      (nothing)
-    INSTANT   name, args
-    COUNTER   name, values
+All times are nanoseconds of `time.perf_counter_ns`.
 """
 
 from __future__ import annotations
 
-from typing import Any, Final, TypeAlias
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple, TypeAlias
 
 Record: TypeAlias = tuple[Any, ...]
+Scalar: TypeAlias = "str | int | float | bool | None"
+Tags: TypeAlias = "Mapping[str, Scalar]"
 
 COPY: Final = 0
 PLAN: Final = 1
@@ -31,8 +26,115 @@ TICK: Final = 6
 INSTANT: Final = 7
 COUNTER: Final = 8
 
-LAYER_OF_ALL: Final = -1
-"""The layer of a wait that was for the whole transfer."""
-
 ASYNC_LANE: Final = -1
 """The lane of a wait that suspended a task instead of holding a thread."""
+
+UNKNOWN: Final = -1
+"""A duration that the recording does not tell."""
+
+
+class Copy(NamedTuple):
+    """One layer of one batch, landed."""
+
+    start: int
+    end: int
+    issue: int
+    """When it began to be enqueued; 0: not stamped."""
+    issued: int
+    batch: int
+    direction: str
+    stream: str
+    layer: int
+    nbytes: int
+    ops: int
+    """Copies asked for, before requests were merged and pages coalesced."""
+    transfers: int
+    """Copies made."""
+
+
+class Plan(NamedTuple):
+    """A batch became a list of copies."""
+
+    start: int
+    end: int
+    batch: int
+    direction: str
+    stream: str
+    requests: tuple[int, ...]
+
+
+class Request(NamedTuple):
+    """A request from submit to settled; `end` is the export's time when it has not settled."""
+
+    start: int
+    end: int
+    issued: int
+    """0: never."""
+    request: int
+    direction: str
+    nbytes: int
+    pages: int
+    outcome: str
+    """`done`, `failed`, `cancelled`; or `unfinished`."""
+    tags: Tags | None
+
+
+class Wait(NamedTuple):
+    """A wait for one layer that suspended. `layer` -1: for all of them."""
+
+    start: int
+    end: int
+    request: int
+    direction: str
+    layer: int
+    lane: int
+    queued: int = UNKNOWN
+    """How much of it passed before its copy had started. Found by `Timeline.of`."""
+
+
+class Step(NamedTuple):
+    """One forward pass."""
+
+    start: int
+    end: int
+    lane: int
+    number: int
+
+
+class Layer(NamedTuple):
+    """The compute of one layer, and the requests whose pages it read."""
+
+    start: int
+    end: int
+    layer: int
+    lane: int
+    requests: tuple[int, ...]
+
+
+class Tick(NamedTuple):
+    """One turn of the scheduler."""
+
+    start: int
+    end: int
+
+
+class Instant(NamedTuple):
+    """Something without length."""
+
+    start: int
+    end: int
+    name: str
+    args: Mapping[str, Scalar] | None
+
+
+class Counter(NamedTuple):
+    """Values that hold from `start` on."""
+
+    start: int
+    end: int
+    name: str
+    values: Mapping[str, int]
+
+
+KINDS: Final = (Copy, Plan, Request, Wait, Step, Layer, Tick, Instant, Counter)
+"""The reader's type of each kind of record, by its number."""

@@ -35,25 +35,22 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import attrs
 
 from offload.counters import Tally
 from offload.trace import records as r
-from offload.trace.records import ASYNC_LANE, Record
+from offload.trace.clock import Anchor
+from offload.trace.records import ASYNC_LANE, Record, Request, Scalar, Tags
 
 if TYPE_CHECKING:
     from offload.trace.report import Report
     from offload.trace.timeline import Timeline
-
-Scalar: TypeAlias = "str | int | float | bool | None"
-Tags: TypeAlias = "Mapping[str, Scalar]"
 
 DEFAULT_CAPACITY = 65_536
 """13 MB of tuples, and an export of well under a second: about 40 s of a busy 32-layer engine."""
@@ -72,29 +69,19 @@ class OpenRequest:
     pages: int
     tags: Tags | None = None
 
-
-@attrs.frozen
-class Anchor:
-    """One instant on both clocks, so that a trace can be laid beside others."""
-
-    perf_ns: int
-    unix_ns: int
-
-    @classmethod
-    def take(
-        cls,
-        perf: Callable[[], int] = time.perf_counter_ns,
-        wall: Callable[[], int] = time.time_ns,
-        samples: int = 16,
-    ) -> Anchor:
-        """Return the tightest of `samples` readings: wall between two readings of perf."""
-        best: tuple[int, Anchor] | None = None
-        for _ in range(samples):
-            before, unix, after = perf(), wall(), perf()
-            if best is None or after - before < best[0]:
-                best = after - before, cls((before + after) // 2, unix)
-        assert best is not None
-        return best[1]
+    def until(self, now: int) -> Request:
+        """Return it as a request that ends now, unfinished."""
+        return Request(
+            self.submitted_ns,
+            now,
+            self.issued_ns,
+            self.request,
+            self.direction,
+            self.nbytes,
+            self.pages,
+            "unfinished",
+            self.tags,
+        )
 
 
 @attrs.define(eq=False)
@@ -122,6 +109,7 @@ class Tracer:
     _ready: Tally = attrs.field(init=False, repr=False)
     _steps: Iterator[int] = attrs.field(init=False, repr=False)
     _lanes: list[bool] = attrs.field(factory=list, init=False, repr=False)
+    _anchors: deque[Anchor] = attrs.field(factory=lambda: deque(maxlen=8), init=False, repr=False)
     _windows: int = attrs.field(default=0, init=False, repr=False)
     _lock: threading.Lock = attrs.field(factory=threading.Lock, init=False, repr=False)
 
@@ -272,7 +260,8 @@ class Tracer:
     # ---- control ---------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Record from now on."""
+        """Record from now on. Takes an anchor: an overlay is laid by the nearest one."""
+        self._anchors.append(Anchor.take())
         self.active = True
 
     def stop(self) -> None:
@@ -312,16 +301,16 @@ class Tracer:
 
         seen, ready = self._seen.read(), self._ready.read()
         snapshot = list(self._ring)
-        in_flight = () if self._in_flight is None else tuple(self._in_flight())
+        now = Anchor.take()
+        open_requests = () if self._in_flight is None else self._in_flight()
         return Timeline.of(
             snapshot,
-            anchor=self.anchor,
+            unsettled=[one.until(now.perf_ns) for one in open_requests],
+            anchors=(self.anchor, *self._anchors, now),
             rank=self.rank,
             device=self.device,
             dropped=max(0, seen - len(snapshot)),
             ready=ready,
-            in_flight=in_flight,
-            now_ns=time.perf_counter_ns(),
         )
 
     def report(self) -> Report:
@@ -340,15 +329,15 @@ class Tracer:
         Returns:
             The path written.
         """
-        from offload.trace import overlay as merging
-        from offload.trace import write
+        from offload.trace.overlay import merge
+        from offload.trace.write import export
 
         if overlay is not None:
-            return merging.merge(self.timeline(), Path(overlay), Path(path))
-        return write.export(self.timeline(), Path(path))
+            return merge(self.timeline(), Path(overlay), Path(path))
+        return export(self.timeline(), Path(path))
 
     def svg(self, path: str | Path, steps: int | None = None) -> Path:
-        """Draw the last `steps` forward passes (default: all that fit) as a static picture."""
-        from offload.trace import picture
+        """Draw the last `steps` forward passes, up to one that met a load (default: all), as a picture."""
+        from offload.trace.picture import write
 
-        return picture.write(self.timeline(), Path(path), steps=steps)
+        return write(self.timeline(), Path(path), steps=steps)

@@ -1,0 +1,156 @@
+"""A snapshot of a recording, sorted by kind and joined: what reports, pictures and exports are made from."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import attrs
+
+from offload.trace import records as r
+from offload.trace.clock import Anchor
+from offload.trace.records import (
+    Copy,
+    Counter,
+    Instant,
+    Layer,
+    Plan,
+    Record,
+    Request,
+    Step,
+    Tick,
+    Wait,
+)
+
+
+@attrs.frozen
+class Timeline:
+    """Everything recorded, each kind sorted by (start, longest first)."""
+
+    copies: tuple[Copy, ...] = ()
+    plans: tuple[Plan, ...] = ()
+    requests: tuple[Request, ...] = ()
+    waits: tuple[Wait, ...] = ()
+    steps: tuple[Step, ...] = ()
+    layers: tuple[Layer, ...] = ()
+    ticks: tuple[Tick, ...] = ()
+    instants: tuple[Instant, ...] = ()
+    counters: tuple[Counter, ...] = ()
+    anchors: tuple[Anchor, ...] = (Anchor(0, 0),)
+    """Instants known on both clocks, oldest first. The first one is the origin of exports."""
+    rank: int = 0
+    device: str = ""
+    dropped: int = 0
+    """Records lost because the ring was full."""
+    ready: int = 0
+    """Waits that found their layer landed."""
+
+    @classmethod
+    def of(
+        cls,
+        ring: Iterable[Record],
+        *,
+        unsettled: Sequence[Request] = (),
+        **facts: Any,
+    ) -> Timeline:
+        """Sort a ring's records, add the requests that have not settled, and split the waits."""
+        kinds: tuple[list[Any], ...] = tuple([] for _ in r.KINDS)
+        for record in ring:
+            kinds[record[0]].append(r.KINDS[record[0]](*record[1:]))
+        kinds[r.REQUEST].extend(unsettled)
+        for kind in kinds:
+            kind.sort(key=lambda one: (one[0], -one[1]))
+        copies, plans, requests, waits, steps, layers, ticks, instants, counters = map(tuple, kinds)
+        lookup = CopyLookup(copies, plans)
+        return cls(
+            copies=copies,
+            plans=plans,
+            requests=requests,
+            waits=tuple(
+                wait if wait.queued != r.UNKNOWN else wait._replace(queued=lookup.queued(wait))
+                for wait in waits
+            ),
+            steps=steps,
+            layers=layers,
+            ticks=ticks,
+            instants=instants,
+            counters=counters,
+            **facts,
+        )
+
+    @property
+    def records(self) -> int:
+        """How many records it holds."""
+        return sum(map(len, self.kinds()))
+
+    def kinds(self) -> tuple[tuple[Record, ...], ...]:
+        """Return the records of every kind, in the order of `records.KINDS`."""
+        return (
+            self.copies,
+            self.plans,
+            self.requests,
+            self.waits,
+            self.steps,
+            self.layers,
+            self.ticks,
+            self.instants,
+            self.counters,
+        )
+
+    @property
+    def origin_ns(self) -> int:
+        """Return the time that an export calls 0: the tracer's start, or the first record if that is older."""
+        firsts = [self.anchors[0].perf_ns]
+        for kind in self.kinds():
+            firsts.extend(one[0] for one in kind[:1])
+        firsts.extend(copy.issue for copy in self.copies if copy.issue)
+        return min(firsts)
+
+    def unix_ns(self, perf_ns: int) -> int:
+        """Return the wall clock at `perf_ns`, by the anchor nearest to it."""
+        anchor = min(self.anchors, key=lambda one: abs(one.perf_ns - perf_ns))
+        return anchor.unix_ns + (perf_ns - anchor.perf_ns)
+
+
+class CopyLookup:
+    """Finds the copy that brought a layer of a request."""
+
+    def __init__(self, copies: Sequence[Copy], plans: Sequence[Plan]) -> None:
+        self._copies = copies
+        self._batches: dict[int, list[int]] = defaultdict(list)
+        self._by_key: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for plan in plans:
+            for request in plan.requests:
+                self._batches[request].append(plan.batch)
+        for index, copy in enumerate(copies):
+            self._by_key[copy.batch, copy.layer].append(index)
+
+    def known(self, request: int) -> bool:
+        """Return whether the recording tells in which batch a request went."""
+        return request in self._batches
+
+    def last_before(self, request: int, layer: int, ns: int) -> int | None:
+        """Return the index of the latest copy of that layer that had started by `ns`."""
+        best: int | None = None
+        for batch in self._batches.get(request, ()):
+            indices = self._by_key.get((batch, layer), ())
+            at = bisect_right(indices, ns, key=lambda index: self._copies[index].start)
+            if at and (best is None or indices[at - 1] > best):
+                best = indices[at - 1]
+        return best
+
+    def queued(self, wait: Wait) -> int:
+        """Return how much of a wait had passed when its copy started; all of it when it never did."""
+        if not self.known(wait.request) or wait.layer < 0:
+            return r.UNKNOWN
+        index = self.last_before(wait.request, wait.layer, wait.end)
+        if index is None:
+            return wait.end - wait.start
+        return max(0, self._copies[index].start - wait.start)
+
+
+def requests_of(plans: Iterable[Plan]) -> Mapping[int, tuple[int, ...]]:
+    """Return which requests each batch carried."""
+    return {plan.batch: plan.requests for plan in plans}
