@@ -61,6 +61,8 @@ class HazardTable:
         self.num_pages = num_pages
         self.mutex: AbstractContextManager[object] = nullcontext() if lock is None else lock
         """Held around every operation; a caller that combines several holds it around them."""
+        self.owner: object | None = None
+        """Whose order this is: the scheduler that is open on the pool. A table has one at a time."""
         self.releases = 0
         """How often pages were released or unlocked: who waits for pages need not look before it grows."""
         self._counter = np.zeros(num_pages, np.int64)

@@ -1,0 +1,78 @@
+"""Moves KV-cache pages between device memory and host memory while a language model serves."""
+
+from __future__ import annotations
+
+import logging
+
+from offload import layerwise
+from offload.core.axes import Axes
+from offload.core.batch import Limits, State
+from offload.core.kinds import Direction, IoBackend, Layout, PoolKind
+from offload.core.pages import PageAllocator
+from offload.core.slots import pages_from_slots
+from offload.errors import (
+    GeometryError,
+    InvalidTransitionError,
+    OffloadError,
+    OutOfPagesError,
+    RequestError,
+    SchedulerClosedError,
+    TransferCancelled,
+    TransferFailed,
+    UnknownNameError,
+    UnsupportedPairError,
+)
+from offload.explain import Verdict, explain
+from offload.group import PagePair, Pair, PoolGroup
+from offload.opening import BlockingScheduler, open_scheduler, start_scheduler
+from offload.pool import DevicePool, HostPool
+from offload.registry import register_backend, register_driver, register_layout
+from offload.scheduler import Scheduler
+from offload.spec import PoolSpec
+from offload.statistics import DirectionStatistics, Statistics
+from offload.trace import Tracer
+from offload.transfer import Transfer
+
+logging.getLogger(__name__).addHandler(logging.NullHandler())
+
+__all__ = [
+    "Axes",
+    "BlockingScheduler",
+    "DevicePool",
+    "Direction",
+    "DirectionStatistics",
+    "GeometryError",
+    "HostPool",
+    "InvalidTransitionError",
+    "IoBackend",
+    "Layout",
+    "Limits",
+    "OffloadError",
+    "OutOfPagesError",
+    "PageAllocator",
+    "PagePair",
+    "Pair",
+    "PoolGroup",
+    "PoolKind",
+    "PoolSpec",
+    "RequestError",
+    "Scheduler",
+    "SchedulerClosedError",
+    "State",
+    "Statistics",
+    "Tracer",
+    "Transfer",
+    "TransferCancelled",
+    "TransferFailed",
+    "UnknownNameError",
+    "UnsupportedPairError",
+    "Verdict",
+    "explain",
+    "layerwise",
+    "open_scheduler",
+    "pages_from_slots",
+    "register_backend",
+    "register_driver",
+    "register_layout",
+    "start_scheduler",
+]

@@ -1,0 +1,87 @@
+"""A scheduler with a loop thread of its own, for engines that have no event loop."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import Self
+
+import anyio
+import attrs
+
+from offload.scheduler import Scheduler
+from offload.threadface import ThreadFace
+
+
+@attrs.define(eq=False, repr=False)
+class BlockingScheduler(ThreadFace):
+    """The blocking face of a scheduler that runs on a thread of its own. Made by `start_scheduler`."""
+
+    _exit: anyio.Event = attrs.field(init=False)
+    _ready: threading.Event = attrs.field(init=False, factory=threading.Event)
+    _faults: list[BaseException] = attrs.field(init=False, factory=list)
+    _thread: threading.Thread = attrs.field(init=False)
+
+    @classmethod
+    def start(cls, scheduler: Scheduler) -> Self:
+        """Start the loop thread; return when the scheduler is open on it."""
+        face = cls(scheduler)
+        face._thread = threading.Thread(target=face._main, name="offload-loop", daemon=True)
+        face._thread.start()
+        face._ready.wait()
+        if face._faults:
+            raise face._faults[0]
+        return face
+
+    def _main(self) -> None:
+        try:
+            anyio.run(self._serve)
+        except BaseException as error:  # noqa: BLE001 - raised to whoever starts or closes it
+            self._faults.append(error)
+        finally:
+            self._ready.set()
+
+    async def _serve(self) -> None:
+        self._exit = anyio.Event()
+        async with self._scheduler:
+            self._ready.set()
+            await self._exit.wait()
+
+    def close(self, drain: bool = False, timeout: float | None = None) -> None:
+        """Stop intake, cancel what is queued (or finish it: `drain`), wait until nothing moves; end the thread.
+
+        Any number of times.
+
+        Raises:
+            TimeoutError: Not within `timeout` seconds; closing goes on, and `close` may be called again.
+        """
+        scheduler = self._scheduler
+        if self._thread.is_alive():
+            scheduler.check_may_block("close")
+
+            def leave() -> None:
+                scheduler.begin_close(drain)
+                self._exit.set()
+
+            scheduler.post(leave)
+            self._thread.join(timeout)
+            if self._thread.is_alive():
+                raise TimeoutError(f"the scheduler was not closed within {timeout} s")
+        if self._faults:
+            raise self._faults[0]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except BaseException as fault:
+            if error is None:
+                raise
+            error.add_note(f"The scheduler failed too: {fault!r}")

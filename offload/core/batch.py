@@ -1,0 +1,222 @@
+"""Which queued requests go together, and which go first.
+
+A `Piece` is what the machine orders: a whole request, or one layer of a streaming backup. Pieces of one
+direction, one route and the same layers that follow nobody share a queue and become one batch; a piece
+that follows an earlier request has a queue of its own, because its mates must not wait for that one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from enum import StrEnum
+from heapq import heappop, heappush
+
+import attrs
+
+from offload.core.hazards import HazardTable
+from offload.core.kinds import Direction
+from offload.core.request import Pages, Request
+
+
+class State(StrEnum):
+    """Where a request is in its life."""
+
+    QUEUED = "queued"
+    ISSUED = "issued"
+    DRAINING = "draining"
+    DONE = "done"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+@attrs.frozen
+class Limits:
+    """Bounds that turn load into back-pressure. None is unbounded."""
+
+    max_queued_bytes: int | None = None
+    """Bytes of requests that were submitted and not yet issued; `await load` parks above it."""
+
+    max_inflight_bytes: int | None = None
+    """Bytes of batches that were issued and have not landed."""
+
+    max_inflight_requests: int | None = None
+    """Requests that were issued and have not landed."""
+
+    max_batch_bytes: int = 256 << 20
+    """Bytes merged into one batch. At 50 GB/s that is 5 ms of a link: long enough to fill it while the
+    loop is busy elsewhere, short enough that the next batch is planned on fresh priorities."""
+
+    max_batch_ops: int = 65_536
+    """Pages merged into one batch: planning that many costs about 1 ms of the stream's own thread."""
+
+    def __attrs_post_init__(self) -> None:
+        for field in attrs.fields(Limits):
+            value = getattr(self, field.name)
+            if value is not None and value < 1:
+                raise ValueError(f"Limits.{field.name} is {value}; it must be at least 1, or None")
+
+
+@attrs.define(eq=False)
+class Piece:
+    """Layers `first` to `last` of a request, with whom it follows and who follows it."""
+
+    id: int
+    """Its name in the hazard tables; the request's own id unless it is one layer of a streaming backup."""
+
+    request: Request
+    first: int
+    last: int
+    blockers: int
+    parent: Piece | None = None
+    """The streaming backup that this is a layer of."""
+
+    state: State = State.QUEUED
+    batch: Batch | None = None
+    alone: bool = False
+    """Never merged: its last batch failed, and this run shows whose fault it was."""
+
+    waiting: bool = True
+    """Not in a queue: something it follows, or a blocker, holds it back."""
+
+    queue: Hashable = None
+    """The key of the heap that holds it."""
+
+    finished: bool = False
+    """Its claims are released."""
+
+    error: BaseException | None = None
+    claims: list[tuple[HazardTable, Pages, bool]] = attrs.field(factory=list)
+    follows: set[Piece] = attrs.field(factory=set)
+    followers: list[Piece] | None = None
+    stream: StreamState | None = None
+
+    @property
+    def owner(self) -> Piece:
+        """The piece that stands for the whole request."""
+        return self.parent or self
+
+    @property
+    def landed(self) -> int:
+        """Layers `[first, landed)` have landed."""
+        if self.stream is not None:
+            return self.stream.prefix
+        return self.first if self.batch is None else self.batch.landed
+
+    def __repr__(self) -> str:
+        layers = f"{self.landed}/{self.last}"
+        return f"<request {self.request.id} {self.request.direction} {layers} layers, {self.state}>"
+
+
+@attrs.define(eq=False)
+class StreamState:
+    """What a streaming backup knows about its layers."""
+
+    written: set[int] = attrs.field(factory=set)
+    landed: set[int] = attrs.field(factory=set)
+    pieces: set[Piece] = attrs.field(factory=set)
+    """Layers that were written and have not finished."""
+
+    prefix: int = 0
+
+    def land(self, layer: int) -> None:
+        """Note that a layer has landed."""
+        self.landed.add(layer)
+        while self.prefix in self.landed:
+            self.prefix += 1
+
+
+@attrs.define(eq=False)
+class Batch:
+    """Pieces that are copied together, layer by layer."""
+
+    id: int
+    direction: Direction
+    route: Hashable
+    pieces: list[Piece]
+    first: int
+    last: int
+    limit: int
+    """Layers below it may be copied: those above wait for an earlier request that the pieces follow."""
+
+    nbytes: int
+    due: float
+    landed: int
+    failed: bool = False
+    closed: bool = False
+    """All bytes have landed, or drained: it no longer counts as in flight."""
+
+
+@attrs.define(eq=False)
+class Queue:
+    """The pieces of one direction that may be issued now."""
+
+    _heaps: dict[Hashable, list[tuple[float, int, Piece]]] = attrs.field(factory=dict)
+
+    def push(self, piece: Piece) -> None:
+        """Add a piece; it keeps its place by `due` and then by submission."""
+        piece.waiting = False
+        alone = piece.alone or piece.follows
+        piece.queue = key = piece.id if alone else (piece.request.route, piece.first, piece.last)
+        heap = self._heaps.get(key)
+        if heap is None:
+            heap = self._heaps[key] = []
+        heappush(heap, (piece.request.due, piece.id, piece))
+
+    def head(self) -> Piece | None:
+        """Return the most urgent piece, dropping those that were cancelled meanwhile."""
+        best: tuple[float, int, Piece] | None = None
+        for key in list(self._heaps):
+            heap = self._heaps[key]
+            while heap and not queued(heap[0][2]):
+                heappop(heap)
+            if not heap:
+                del self._heaps[key]
+            elif best is None or heap[0] < best:
+                best = heap[0]
+        return best[2] if best else None
+
+    def take(self, limits: Limits, requests: int | None) -> list[Piece]:
+        """Pop the most urgent piece and those that may share its batch, within one batch budget.
+
+        Args:
+            requests: At most this many pieces; None is unbounded.
+        """
+        head = self.head()
+        if head is None:
+            return []
+        heap = self._heaps[head.queue]
+        taken = list(self._within(heap, limits, requests))
+        if not heap:
+            del self._heaps[head.queue]
+        return taken
+
+    def _within(
+        self, heap: list[tuple[float, int, Piece]], limits: Limits, requests: int | None
+    ) -> Iterator[Piece]:
+        nbytes = ops = count = 0
+        while heap:
+            piece = heap[0][2]
+            if not queued(piece):
+                heappop(heap)
+                continue
+            nbytes += share(piece)
+            ops += piece.request.num_pages
+            count += 1
+            over = nbytes > limits.max_batch_bytes or ops > limits.max_batch_ops
+            if count > 1 and (over or (requests is not None and count > requests)):
+                return
+            heappop(heap)
+            yield piece
+
+
+def queued(piece: Piece) -> bool:
+    """Return whether a piece in a heap is still meant to be issued."""
+    return piece.batch is None and piece.owner.state in (State.QUEUED, State.ISSUED)
+
+
+def share(piece: Piece) -> int:
+    """Return the bytes that count against budgets: the piece's layers' share of its request."""
+    request = piece.request
+    if piece.parent is None:
+        return request.nbytes
+    return request.nbytes // piece.parent.last

@@ -1,0 +1,177 @@
+"""A batch in the air: what a stream carries, and where its progress is published.
+
+The stream's threads write; the loop and waiting threads read. Every number here only grows and is
+written by one thread, so readers need no lock: a count that has been seen is true for ever. The order
+of writes is what makes that safe: bytes, then count, then whoever waits.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import attrs
+
+from offload.core.batch import Batch
+from offload.core.plan import plan_copy
+from offload.counters import DirectionCounters
+from offload.driver.base import Event, Work
+from offload.route import Copies, Route
+from offload.trace import Tracer
+
+if TYPE_CHECKING:
+    from offload.transfer import Transfer
+
+
+@attrs.define(eq=False)
+class Bell:
+    """Wakes threads that wait for progress. One per scheduler: few threads wait, for short times.
+
+    A waiter counts itself in before it looks, and progress is written before the count is read; so
+    either the waiter sees the progress or the writer sees the waiter.
+    """
+
+    waiting: int = 0
+    _changed: threading.Condition = attrs.field(factory=threading.Condition)
+
+    def ring(self) -> None:
+        """Wake all waiting threads, if there are any. Any thread."""
+        if self.waiting:
+            with self._changed:
+                self._changed.notify_all()
+
+    def wait(self, reached: Callable[[], bool], timeout: float | None) -> bool:
+        """Block this thread until `reached()`; return whether it was. `reached` may raise."""
+        end = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            self.waiting += 1
+            try:
+                while not reached():
+                    left = None if end is None else end - time.monotonic()
+                    if left is not None and left <= 0:
+                        return False
+                    self._changed.wait(left)
+                return True
+            finally:
+                self.waiting -= 1
+
+
+@attrs.define(eq=False)
+class Flight:
+    """One batch on its stream; the runtime half of `core.batch.Batch`."""
+
+    batch: Batch
+    route: Route
+    bell: Bell
+    report: Callable[[Flight], None]
+    """Tell the loop that something changed. Any thread; never blocks."""
+
+    counters: DirectionCounters
+    tracer: Tracer | None
+    stream: str
+
+    urgency: tuple[float, ...] = attrs.field(init=False)
+    limit: int = attrs.field(init=False)
+    """Layers below it may be enqueued. Written by the loop."""
+
+    stopped: bool = False
+    traced: bool = True
+    """Stamps are taken always: busy time is counted with or without a tracer."""
+
+    issued_layers: int = attrs.field(init=False)
+    """Layers below it have been enqueued."""
+
+    landed_layers: int = attrs.field(init=False)
+    """Layers below it have landed."""
+
+    error: BaseException | None = None
+    error_layer: int = 0
+    over: bool = False
+    """Nothing of it touches memory any more."""
+
+    reported: bool = False
+    watched: bool = False
+    """Whether the loop wants to hear of issues too."""
+
+    transfers: list[Transfer] = attrs.field(factory=list)
+    events: dict[int, Event] = attrs.field(factory=dict)
+    _copies: Copies | None = None
+    _next: int = attrs.field(init=False)
+    _handed_ns: int = 0
+    _issue_ns: dict[int, tuple[int, int]] = attrs.field(factory=dict)
+
+    def __attrs_post_init__(self) -> None:
+        batch = self.batch
+        self.urgency = (batch.due, batch.id)
+        self.limit = batch.limit
+        self.issued_layers = self.landed_layers = self._next = batch.first
+
+    # Called by the stream ------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Plan the batch and make its copies ready."""
+        start = time.perf_counter_ns()
+        requests = [piece.request for piece in self.batch.pieces]
+        self._copies = self.route.prepare(plan_copy(self.batch.direction, requests))
+        tracer = self.tracer
+        if tracer is not None and tracer.active:
+            ids = tuple(request.id for request in requests)
+            end = time.perf_counter_ns()
+            tracer.plan(self.batch.id, self.batch.direction, self.stream, start, end, ids)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether every layer has been handed out."""
+        return self._next >= self.batch.last
+
+    def next_layer(self) -> tuple[int, Work] | None:
+        """Hand out the next layer that may go."""
+        layer = self._next
+        if layer >= self.limit or self._copies is None:
+            return None
+        self._next = layer + 1
+        if self.tracer is not None:
+            self._handed_ns = time.perf_counter_ns()
+        return layer, self._copies.work(layer)
+
+    def issued(self, layer: int, event: Event) -> None:
+        """Publish that a layer has been enqueued."""
+        if self.tracer is not None:
+            self._issue_ns[layer] = (self._handed_ns, time.perf_counter_ns())
+        self.events[layer] = event
+        self.issued_layers = layer + 1
+        self.bell.ring()
+        if self.watched:
+            self.report(self)
+
+    def landed(self, layer: int, start_ns: int, end_ns: int) -> None:
+        """Publish that the bytes of a layer are there: to threads at once, to the loop soon."""
+        self.landed_layers = layer + 1
+        self.bell.ring()
+        self.report(self)
+        assert self._copies is not None
+        nbytes, ops, transfers = self._copies.size(layer)
+        self.counters.moved(start_ns, end_ns, nbytes, ops, transfers)
+        tracer = self.tracer
+        if tracer is not None and tracer.active:
+            issue, issued = self._issue_ns.pop(layer, (0, 0))
+            batch = self.batch
+            tracer.copy(
+                batch.id, batch.direction, self.stream, layer,
+                issue, issued, start_ns, end_ns, nbytes, ops, transfers,
+            )  # fmt: skip
+
+    def failed(self, layer: int, error: BaseException) -> None:
+        """Publish that the copy of a layer raised."""
+        self.error_layer, self.error = layer, error
+        self.bell.ring()
+        self.report(self)
+
+    def ended(self) -> None:
+        """Publish that nothing of this batch touches memory any more."""
+        self.over = True
+        self._copies = None
+        self.bell.ring()
+        self.report(self)

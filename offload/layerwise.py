@@ -1,0 +1,111 @@
+"""Hooks that tie a transfer to a forward pass: wait before a layer, back up after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+from typing import Self, TypeAlias
+
+import attrs
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from offload.errors import RequestError
+from offload.trace.forward import ForwardTrace
+from offload.transfer import Transfer
+
+_Hook: TypeAlias = Callable[..., None]
+
+
+def attach(
+    layers: Iterable[torch.nn.Module],
+    load: Transfer | Sequence[Transfer] | None = None,
+    backup: Transfer | Sequence[Transfer] | None = None,
+) -> Attachment:
+    """Install hooks on a model's layers; a context manager, which removes them.
+
+    Before layer `i` runs, its thread waits until every `load` has landed layer `i`; on a GPU its stream is
+    fenced instead, and the host goes on. After it ran, every `backup` (streaming) hears
+    `layer_written(i)`. One forward at a time; concurrent forwards attach to modules of their own.
+
+    A forward that raises inside the block cancels the backups whose layers it has not written.
+
+    Args:
+        layers: One module per model layer, in order.
+
+    Raises:
+        RequestError: Their number is not that of the transfers' layers.
+    """
+    return Attachment(tuple(layers), _listed(load), _listed(backup))
+
+
+@attrs.define(eq=False)
+class Attachment:
+    """Hooks on the layers of one model, until the block ends."""
+
+    _modules: tuple[torch.nn.Module, ...]
+    _loads: tuple[Transfer, ...]
+    _backups: tuple[Transfer, ...]
+    _handles: list[RemovableHandle] = attrs.field(factory=list)
+    _trace: ForwardTrace | None = None
+
+    def __attrs_post_init__(self) -> None:
+        for transfer in (*self._loads, *self._backups):
+            if transfer.num_layers != len(self._modules):
+                raise RequestError(
+                    f"attach was given {len(self._modules)} layers, and {transfer!r} has "
+                    f"{transfer.num_layers}. Pass one module per model layer, in order."
+                )
+
+    def __enter__(self) -> Self:
+        transfers = (*self._loads, *self._backups)
+        tracer = transfers[0].tracer if transfers else None
+        if tracer is not None and tracer.active:
+            self._trace = ForwardTrace(tracer)
+        for layer, module in enumerate(self._modules):
+            self._handles.append(module.register_forward_pre_hook(self._before(layer)))
+            self._handles.append(module.register_forward_hook(self._after(layer)))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        if self._trace is not None:
+            self._trace.close()
+        if error is not None:
+            for backup in self._backups:
+                backup.cancel()
+
+    def _before(self, layer: int) -> _Hook:
+        def wait(*_: object) -> None:
+            trace = self._trace
+            if trace is not None:
+                trace.arrive(layer)
+            for load in self._loads:
+                start = load.fence_quietly(layer)
+                load.note(layer, start, trace)
+
+        return wait
+
+    def _after(self, layer: int) -> _Hook:
+        ids = tuple(load.id for load in self._loads)
+
+        def written(*_: object) -> None:
+            if self._trace is not None:
+                self._trace.leave(layer, ids)
+            for backup in self._backups:
+                backup.layer_written(layer)
+
+        return written
+
+
+def _listed(transfers: Transfer | Sequence[Transfer] | None) -> tuple[Transfer, ...]:
+    if transfers is None:
+        return ()
+    return (transfers,) if isinstance(transfers, Transfer) else tuple(transfers)

@@ -1,0 +1,76 @@
+"""The event loop that a scheduler lives on, and how other threads reach it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+from offload.driver.loops import poster, running_on_asyncio
+from offload.errors import RequestError
+
+
+class Home:
+    """The loop that was running when it was made.
+
+    Nothing that a thread waits for may depend on it alone: a loop can stop, or be closed, at any time.
+    """
+
+    def __init__(self) -> None:
+        self._thread = threading.get_ident()
+        self._post = poster()
+        self._asyncio = asyncio.get_running_loop() if running_on_asyncio() else None
+
+    @property
+    def here(self) -> bool:
+        """Whether this thread is the loop's."""
+        return threading.get_ident() == self._thread
+
+    def post(self, callback: Callable[[], object]) -> bool:
+        """Run `callback` on the loop soon, from any thread; return False when the loop is closed."""
+        if self._asyncio is not None and threading.get_ident() == self._thread:
+            if self._asyncio.is_closed():
+                return False
+            self._asyncio.call_soon(callback)
+            return True
+        return self._post(callback)
+
+    def alarm(self, seconds: float, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call `callback` on the loop after so many seconds; return what cancels that."""
+        if self._asyncio is not None:
+            return self._asyncio.call_later(max(0.0, seconds), callback).cancel
+        import trio
+
+        scope = trio.CancelScope()
+
+        async def ring() -> None:
+            with scope:
+                await trio.sleep(max(0.0, seconds))
+                callback()
+
+        trio.lowlevel.spawn_system_task(ring)
+        return scope.cancel
+
+    def check(self, call: str) -> None:
+        """Raise unless the caller runs on this loop.
+
+        Raises:
+            RequestError: It runs on another thread, or on another loop of this thread.
+        """
+        if threading.get_ident() != self._thread:
+            raise RequestError(
+                f"{call} was called on another thread than the scheduler's event loop. Use "
+                f"scheduler.from_thread.{call}, which works from any thread."
+            )
+        if self._asyncio is not None:
+            try:
+                same = asyncio.get_running_loop() is self._asyncio
+            except RuntimeError:
+                same = (
+                    not self._asyncio.is_closed()
+                )  # between two callbacks of a loop that we drive
+            if not same:
+                raise RequestError(
+                    f"{call} was called on another event loop than the scheduler's. A scheduler "
+                    "belongs to the loop that opened it; open one per loop."
+                )

@@ -1,0 +1,114 @@
+"""The doors: `open_scheduler` for an event loop, `start_scheduler` for engines without one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from offload import registry
+from offload.blocking import BlockingScheduler
+from offload.core.batch import Limits
+from offload.core.kinds import AUTO
+from offload.driver.base import Driver
+from offload.errors import RequestError, UnknownNameError
+from offload.group import Pair, PoolGroup
+from offload.pool import DevicePool, HostPool
+from offload.route import Router
+from offload.scheduler import Scheduler
+from offload.submit import Desk
+from offload.trace import Tracer
+
+
+def open_scheduler(
+    device: DevicePool | PoolGroup,
+    host: HostPool | None = None,
+    *,
+    io_backend: str = AUTO,
+    limits: Limits | None = None,
+    tracer: Tracer | None = None,
+    driver: str | Driver | None = None,
+    compute_streams: Sequence[object] = (),
+) -> Scheduler:
+    """Return a scheduler to be entered with `async with`; leaving it waits for what was issued.
+
+    Args:
+        device: The device pool; or a `PoolGroup`, and no `host`.
+        host: The host pool that backs it.
+        io_backend: How bytes move, unless a request says otherwise. `auto` takes the first that can, in
+            the documented order; any other name is never replaced.
+        limits: Back-pressure. None: unbounded.
+        tracer: Records what happens. None: off.
+        driver: `"cuda"`, `"threads"`, a registered name, or a driver; None picks by the device pool.
+        compute_streams: Streams that every submit is ordered after, besides the submitting thread's own
+            (cuda).
+
+    Raises:
+        GeometryError: The pools do not fit each other.
+        UnsupportedPairError: `io_backend` can copy these pools in neither direction.
+        UnknownNameError: No such io backend or driver.
+        RequestError: A pool belongs to a scheduler that is open.
+    """
+    group = _group(device, host)
+    router = Router.open(group, io_backend)
+    made = _driver(group, driver, compute_streams)
+    return Scheduler(
+        group=group,
+        driver=made,
+        limits=limits or Limits(),
+        tracer=tracer,
+        desk=Desk(group, router, made, tracer),
+    )
+
+
+def _group(device: DevicePool | PoolGroup, host: HostPool | None) -> PoolGroup:
+    if isinstance(device, PoolGroup):
+        if host is not None:
+            raise RequestError("a PoolGroup has its host pools already; pass no host")
+        return device
+    if host is None:
+        raise RequestError("a device pool needs the host pool that backs it: pass host")
+    return PoolGroup(kv=Pair(device, host))
+
+
+def _driver(
+    group: PoolGroup, driver: str | Driver | None, compute_streams: Sequence[object]
+) -> Driver:
+    device = group.anchor.device.device
+    if driver is None:
+        driver = "cuda" if device.type == "cuda" else "threads"
+    if not isinstance(driver, str):
+        return driver
+    if driver == "threads":
+        from offload.driver.threads import ThreadsDriver
+
+        return ThreadsDriver()
+    if driver == "cuda":
+        from offload.driver.cuda import CudaDriver
+
+        return CudaDriver(device, compute_streams=compute_streams)
+    factory = registry.drivers().get(driver)
+    if factory is None:
+        raise UnknownNameError("driver", driver, ["cuda", "threads", *registry.drivers()])
+    return cast("Driver", factory(device=device, compute_streams=compute_streams))
+
+
+def start_scheduler(
+    device: DevicePool | PoolGroup,
+    host: HostPool | None = None,
+    *,
+    io_backend: str = AUTO,
+    limits: Limits | None = None,
+    tracer: Tracer | None = None,
+    driver: str | Driver | None = None,
+    compute_streams: Sequence[object] = (),
+) -> BlockingScheduler:
+    """Return a scheduler on a loop thread of its own, for engines without an event loop.
+
+    Every call blocks instead of being awaited, from any thread. Close it, or use `with`. Arguments and
+    errors are those of `open_scheduler`.
+    """
+    scheduler = open_scheduler(
+        device, host, io_backend=io_backend, limits=limits, tracer=tracer, driver=driver,
+        compute_streams=compute_streams,
+    )  # fmt: skip
+    return BlockingScheduler.start(scheduler)

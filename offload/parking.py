@@ -1,0 +1,101 @@
+"""Back-pressure: who waits for room, in which order, and how room is passed on.
+
+Nobody is handed a permit. Whoever stands first is woken when there may be room, looks again, and submits in
+the same breath; a waiter that is cancelled after it was woken wakes the next one as it leaves. So a permit
+can be neither lost nor taken twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from heapq import heappop, heappush
+from typing import Protocol
+
+import attrs
+
+
+class Settable(Protocol):
+    """What wakes a waiter: an event of the loop, or a callback's stand-in."""
+
+    def set(self) -> object:
+        """Wake it."""
+
+    def is_set(self) -> bool:
+        """Whether it was woken and has not looked yet."""
+
+
+@attrs.define(eq=False)
+class Place:
+    """One waiter in the line."""
+
+    priority: float
+    number: int
+    nbytes: int
+    event: Settable
+    expired: bool = False
+    left: bool = False
+
+    def expire(self) -> None:
+        """Wake it because its deadline has passed."""
+        if not self.left:
+            self.expired = True
+            self.event.set()
+
+
+@attrs.define(eq=False)
+class Line:
+    """Waiters for room, by priority and then by arrival."""
+
+    fits: Callable[[int], bool]
+    """Whether so many bytes may be submitted now."""
+
+    _heap: list[tuple[float, int, Place]] = attrs.field(factory=list)
+    _count: itertools.count[int] = attrs.field(factory=itertools.count)
+    _size: int = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def open_for(self, priority: float, nbytes: int) -> bool:
+        """Return whether a newcomer may submit at once: there is room, and nobody as urgent waits."""
+        if not self.fits(nbytes):
+            return False
+        head = self._head()
+        return head is None or head.priority < priority
+
+    def enter(self, priority: float, nbytes: int, event: Settable) -> Place:
+        """Join the line."""
+        place = Place(priority, next(self._count), nbytes, event)
+        heappush(self._heap, (-priority, place.number, place))
+        self._size += 1
+        return place
+
+    def may_go(self, place: Place) -> bool:
+        """Return whether a woken waiter may submit."""
+        return self._head() is place and self.fits(place.nbytes)
+
+    def leave(self, place: Place) -> None:
+        """Leave the line, served or not, and let the next one look."""
+        if not place.left:
+            place.left = True
+            self._size -= 1
+            self.wake()
+
+    def wake(self) -> None:
+        """Let the first in line look, if there is room for it."""
+        head = self._head()
+        if head is not None and not head.event.is_set() and self.fits(head.nbytes):
+            head.event.set()
+
+    def refuse(self) -> None:
+        """Wake everybody: the scheduler has closed."""
+        for _, _, place in list(self._heap):
+            if not place.left:
+                place.event.set()
+
+    def _head(self) -> Place | None:
+        heap = self._heap
+        while heap and heap[0][2].left:
+            heappop(heap)
+        return heap[0][2] if heap else None

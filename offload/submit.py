@@ -1,0 +1,172 @@
+"""The first half of a submit: every check, in the caller's frame, before anything is queued.
+
+What comes out is a `Submission`: checked, resolved, stamped, with the compute marks recorded on the
+thread that called. Nothing in it belongs to the loop yet, so any thread may make one.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import attrs
+
+from offload.core.kinds import Direction
+from offload.core.pages import PagesLike
+from offload.core.request import Part, Request, due
+from offload.driver.base import Driver, Event
+from offload.errors import RequestError
+from offload.group import PagePair, PoolGroup
+from offload.route import Route, Router
+from offload.trace import Tracer
+
+After: TypeAlias = object
+"""`"compute"`; an event, a stream, or a sequence of them; `()` for nothing."""
+
+Tags: TypeAlias = "Mapping[str, str | int | float | bool | None]"
+
+
+@attrs.define(eq=False)
+class Hold:
+    """Requests of one thread that are kept back until its `hold` block ends."""
+
+    depth: int = 0
+    pieces: list[int] = attrs.field(factory=list)
+
+
+@attrs.frozen(eq=False)
+class Submission:
+    """A request that passed all checks and has no id yet."""
+
+    direction: Direction
+    parts: tuple[Part, ...]
+    route: Route
+    nbytes: int
+    num_pages: int
+    priority: float
+    deadline: float | None
+    submitted: float
+    submitted_ns: int
+    streaming: bool
+    join: bool
+    after: After
+    marks: tuple[Event, ...]
+    hold: Hold | None
+    tags: Tags | None
+
+    def request(self, number: int) -> Request:
+        """Return the request, which takes its place in the order of submission now."""
+        blockers = len(self.marks) + (self.hold is not None)
+        return Request(
+            number,
+            self.direction,
+            self.parts,
+            self.route,
+            self.nbytes,
+            self.num_pages,
+            due(self.submitted, self.priority, self.deadline),
+            self.deadline,
+            self.streaming,
+            0 if self.streaming else blockers,
+        )
+
+
+@attrs.define(eq=False)
+class Desk:
+    """Takes what callers ask for and makes submissions of it."""
+
+    group: PoolGroup
+    router: Router
+    driver: Driver
+    tracer: Tracer | None
+    _holds: dict[int, Hold] = attrs.field(factory=dict)
+
+    def submission(
+        self,
+        direction: Direction,
+        host_pages: PagesLike,
+        device_pages: PagesLike,
+        *,
+        priority: float = 0,
+        deadline: float | None = None,
+        after: After = "compute",
+        join: bool = False,
+        streaming: bool = False,
+        io_backend: str | None = None,
+        members: Mapping[str, PagePair] | None = None,
+    ) -> Submission:
+        """Check a request and resolve its pair.
+
+        Raises:
+            RequestError: Pages, deadline or `after` are wrong, or the stream captures a graph.
+            UnsupportedPairError: The pair cannot be copied.
+            UnknownNameError: No such io backend or member.
+        """
+        submitted_ns = time.perf_counter_ns()
+        route = self.router.route(direction, io_backend)
+        parts = self.group.parts(direction, host_pages, device_pages, members)
+        now = self.driver.now()
+        if deadline is not None and not deadline > now:
+            raise RequestError(
+                f"deadline {deadline:.6f} is not after now() = {now:.6f}; it is a time on the "
+                "scheduler's clock, such as scheduler.now() + 0.5",
+                value=deadline,
+            )
+        tracer = self.tracer
+        return Submission(
+            direction,
+            parts,
+            route,
+            self.group.nbytes(parts),
+            len(parts[0].host_pages) if len(parts) == 1 else sum(len(p.host_pages) for p in parts),
+            priority,
+            None if deadline is None or math.isinf(deadline) else deadline,
+            now,
+            submitted_ns,
+            streaming,
+            join,
+            after,
+            () if streaming else self.marks(after),
+            self._holds.get(threading.get_ident()) if self._holds else None,
+            tracer.tags() if tracer is not None and tracer.active else None,
+        )
+
+    def marks(self, after: After) -> tuple[Event, ...]:
+        """Return the events that must land first, recorded on the calling thread.
+
+        Raises:
+            RequestError: `after` is nothing to wait for, or the stream captures a graph.
+        """
+        if self.driver.capturing():
+            raise RequestError(
+                "a request was submitted on a stream that captures a graph: what it must follow cannot "
+                "be recorded there. Submit before the capture, or around the replay."
+            )
+        if after == "compute":
+            found: Sequence[Event] = self.driver.marks()
+        elif isinstance(after, str):
+            raise RequestError(
+                f"after={after!r}: it takes 'compute', an event, a stream, a sequence of them, or ()",
+                value=after,
+            )
+        else:
+            found = self.driver.events(after)
+        return tuple(event for event in found if not event.query()) if found else ()
+
+    def hold(self) -> Hold:
+        """Keep back what the calling thread submits from now on, until `release`."""
+        hold = self._holds.setdefault(threading.get_ident(), Hold())
+        hold.depth += 1
+        return hold
+
+    def release(self, hold: Hold) -> list[int]:
+        """End one level of a hold; return the pieces to let go when it was the last."""
+        hold.depth -= 1
+        if hold.depth:
+            return []
+        del self._holds[threading.get_ident()]
+        pieces, hold.pieces = hold.pieces, []
+        return pieces

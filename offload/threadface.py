@@ -1,0 +1,287 @@
+"""The blocking face: the same scheduler for threads, and for engines that have no event loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, TypeVar
+
+import attrs
+
+from offload.core.kinds import Direction
+from offload.core.pages import PagesLike
+from offload.errors import SchedulerClosedError
+from offload.group import PagePair
+from offload.parking import Place
+from offload.statistics import Statistics
+from offload.submit import After, Submission
+from offload.transfer import Transfer
+
+if TYPE_CHECKING:
+    from offload.scheduler import Scheduler
+
+T = TypeVar("T")
+
+
+@attrs.define(eq=False)
+class _Knock:
+    """A thread's place in the line: woken, it tries again on the loop's thread."""
+
+    again: Callable[[], object]
+    _woken: bool = False
+
+    def set(self) -> None:
+        """Try again soon."""
+        if not self._woken:
+            self._woken = True
+            self.again()
+
+    def is_set(self) -> bool:
+        """Whether it is about to try."""
+        return self._woken
+
+    def clear(self) -> None:
+        """Wait to be woken once more."""
+        self._woken = False
+
+
+@attrs.define(eq=False)
+class _Admission:
+    """A submission of another thread, on its way in. All but `future` is the loop's business."""
+
+    scheduler: Scheduler
+    submission: Submission
+    future: Future[Transfer] = attrs.field(factory=Future)
+    place: Place | None = None
+
+    def start(self) -> None:
+        """Submit, or stand in line."""
+        scheduler, wanted = self.scheduler, self.submission
+        try:
+            scheduler.refuse_closed()
+            if scheduler.line.open_for(wanted.priority, wanted.nbytes):
+                self._admit()
+                return
+            if wanted.hold is not None:
+                scheduler.let_go(wanted.hold.pieces)
+            knock = _Knock(lambda: scheduler.post(self._again))
+            self.place = scheduler.line.enter(wanted.priority, wanted.nbytes, knock)
+            if wanted.deadline is not None:
+                scheduler.call_at(wanted.deadline, self.place.expire)
+        except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
+            self._fail(error)
+
+    def _again(self) -> None:
+        scheduler, place = self.scheduler, self.place
+        assert place is not None
+        if place.left:
+            return
+        try:
+            scheduler.refuse_closed()
+            if self.future.cancelled():
+                scheduler.line.leave(place)
+            elif place.expired:
+                raise TimeoutError("the deadline passed while it waited for room")
+            elif scheduler.line.may_go(place):
+                self._admit()
+                scheduler.line.leave(place)
+            else:
+                assert isinstance(place.event, _Knock)
+                place.event.clear()
+        except BaseException as error:  # noqa: BLE001 - the same
+            scheduler.line.leave(place)
+            self._fail(error)
+
+    def _admit(self) -> None:
+        if self.future.set_running_or_notify_cancel():
+            try:
+                self.future.set_result(self.scheduler.admit(self.submission))
+            except BaseException as error:  # noqa: BLE001 - the same
+                self.future.set_exception(error)
+
+    def _fail(self, error: BaseException) -> None:
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_exception(error)
+
+    def give_up(self) -> bool:
+        """Withdraw after a timeout; return False when it was too late and the transfer exists."""
+        if not self.future.cancel():
+            return False
+        self.scheduler.post(self._withdraw)
+        return True
+
+    def _withdraw(self) -> None:
+        if self.place is not None:
+            self.scheduler.line.leave(self.place)
+
+
+@attrs.define(eq=False, repr=False)
+class ThreadFace:
+    """Every name of the scheduler, blocking. Any thread but the loop's own."""
+
+    _scheduler: Scheduler
+
+    def load(
+        self,
+        *,
+        host_pages: PagesLike,
+        device_pages: PagesLike,
+        priority: float = 0,
+        deadline: float | None = None,
+        after: After = "compute",
+        join: bool = False,
+        io_backend: str | None = None,
+        members: Mapping[str, PagePair] | None = None,
+        timeout: float | None = None,
+    ) -> Transfer:
+        """Submit a load, as `Scheduler.load`; block while there is no room.
+
+        Raises:
+            TimeoutError: No room within `timeout` seconds, or before the deadline: nothing was submitted.
+        """
+        return self._submit(
+            self._scheduler.desk.submission(
+                Direction.LOAD, host_pages, device_pages,
+                priority=priority, deadline=deadline, after=after, join=join,
+                io_backend=io_backend, members=members,
+            ),
+            timeout,
+        )  # fmt: skip
+
+    def backup(
+        self,
+        *,
+        device_pages: PagesLike,
+        host_pages: PagesLike,
+        priority: float = 0,
+        deadline: float | None = None,
+        after: After = "compute",
+        streaming: bool = False,
+        io_backend: str | None = None,
+        members: Mapping[str, PagePair] | None = None,
+        timeout: float | None = None,
+    ) -> Transfer:
+        """Submit a backup, as `Scheduler.backup`; block while there is no room. Raises as `load`."""
+        return self._submit(
+            self._scheduler.desk.submission(
+                Direction.BACKUP, host_pages, device_pages,
+                priority=priority, deadline=deadline, after=after, streaming=streaming,
+                io_backend=io_backend, members=members,
+            ),
+            timeout,
+        )  # fmt: skip
+
+    def load_nowait(
+        self,
+        *,
+        host_pages: PagesLike,
+        device_pages: PagesLike,
+        priority: float = 0,
+        deadline: float | None = None,
+        after: After = "compute",
+        join: bool = False,
+        io_backend: str | None = None,
+        members: Mapping[str, PagePair] | None = None,
+    ) -> Transfer:
+        """Submit a load; raise `anyio.WouldBlock` where `load` would wait for room."""
+        submission = self._scheduler.desk.submission(
+            Direction.LOAD, host_pages, device_pages,
+            priority=priority, deadline=deadline, after=after, join=join,
+            io_backend=io_backend, members=members,
+        )  # fmt: skip
+        return self._call(lambda: self._scheduler.submit_nowait(submission))
+
+    def backup_nowait(
+        self,
+        *,
+        device_pages: PagesLike,
+        host_pages: PagesLike,
+        priority: float = 0,
+        deadline: float | None = None,
+        after: After = "compute",
+        streaming: bool = False,
+        io_backend: str | None = None,
+        members: Mapping[str, PagePair] | None = None,
+    ) -> Transfer:
+        """Submit a backup; raise `anyio.WouldBlock` where `backup` would wait for room."""
+        submission = self._scheduler.desk.submission(
+            Direction.BACKUP, host_pages, device_pages,
+            priority=priority, deadline=deadline, after=after, streaming=streaming,
+            io_backend=io_backend, members=members,
+        )  # fmt: skip
+        return self._call(lambda: self._scheduler.submit_nowait(submission))
+
+    def hold(self) -> AbstractContextManager[None]:
+        """Keep back what this thread submits until the block ends; then it is one batch."""
+        return self._scheduler.hold()
+
+    def now(self) -> float:
+        """Return the time in seconds on the clock of deadlines."""
+        return self._scheduler.now()
+
+    def busy(self, *, device_pages: PagesLike = (), host_pages: PagesLike = ()) -> bool:
+        """Return whether any of these pages may still be read or written."""
+        return self._call(
+            lambda: self._scheduler.busy(device_pages=device_pages, host_pages=host_pages)
+        )
+
+    def wait_idle(
+        self,
+        *,
+        device_pages: PagesLike = (),
+        host_pages: PagesLike = (),
+        timeout: float | None = None,
+    ) -> None:
+        """Block until these pages are free of traffic, whatever became of the transfers.
+
+        Raises:
+            TimeoutError: Not within `timeout` seconds.
+        """
+        scheduler = self._scheduler
+        scheduler.check_may_block("wait for idle pages")
+        # Everything this thread posted comes first; afterwards the tables alone know.
+        self.busy(device_pages=device_pages, host_pages=host_pages)
+
+        def idle() -> bool:
+            return scheduler.dead or not scheduler.claimed(device_pages, host_pages)
+
+        if not scheduler.bell.wait(idle, timeout):
+            raise TimeoutError(f"pages are still busy after {timeout} s")
+
+    def statistics(self) -> Statistics:
+        """Return the numbers as they are now."""
+        return self._scheduler.statistics()
+
+    def _submit(self, submission: Submission, timeout: float | None) -> Transfer:
+        scheduler = self._scheduler
+        scheduler.check_may_block("submit")
+        admission = _Admission(scheduler, submission)
+        if not scheduler.post(admission.start):
+            raise SchedulerClosedError
+        while True:
+            try:
+                return admission.future.result(timeout)
+            except FutureTimeout:
+                if admission.future.done():
+                    continue  # it is the outcome: a deadline that passed in the line
+                if admission.give_up():
+                    raise TimeoutError(
+                        f"no room within {timeout} s; nothing was submitted"
+                    ) from None
+
+    def _call(self, act: Callable[[], T]) -> T:
+        scheduler = self._scheduler
+        scheduler.check_may_block("call the scheduler")
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(act())
+            except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
+                future.set_exception(error)
+
+        if not scheduler.post(run):
+            raise SchedulerClosedError
+        return future.result()
