@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from offload import layerwise
+from offload.blocking import BlockingScheduler
 from offload.core.axes import Axes
 from offload.core.batch import Limits, State
 from offload.core.kinds import Direction, IoBackend, Layout, PoolKind
@@ -24,7 +25,7 @@ from offload.errors import (
 )
 from offload.explain import Verdict, explain
 from offload.group import PagePair, Pair, PoolGroup
-from offload.opening import BlockingScheduler, open_scheduler, start_scheduler
+from offload.opening import open_scheduler, start_scheduler
 from offload.pool import DevicePool, HostPool
 from offload.registry import register_backend, register_driver, register_layout
 from offload.scheduler import Scheduler

@@ -715,7 +715,7 @@ class Scheduler:
                 t.nbytes,
                 t.request.num_pages,
                 t.tags,
-            )  # fmt: skip
+            )
             for t in list(self._transfers.values())
             if not t.done
         ]
