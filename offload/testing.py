@@ -3,7 +3,8 @@
 `SimDriver` runs a scheduler on a virtual clock, in a single thread, the same way every time; pass it as
 `driver=` to `open_scheduler`. With `detect_races=True` it reports accesses to the same page that nothing
 orders: put your own reads and writes on `sim.compute(...)`. `Hooks` goes to `SimDriver(hooks=...)` or
-`ThreadsDriver(hooks=...)` and holds, delays, breaks or records layer copies.
+`ThreadsDriver(hooks=...)` and holds, delays, breaks or records layer copies. `FakeCuda` goes to
+`CudaDriver(calls=...)` and is a CUDA that executes late, in every legal order, and reports races.
 
 Example:
     >>> sim = SimDriver(seed=0, detect_races=True)
@@ -21,5 +22,6 @@ from offload.driver.hooks import Gate, Hooks, Op
 from offload.driver.sim import SimDriver
 from offload.driver.sim_races import Race, RaceError
 from offload.driver.threads import ThreadsDriver
+from offload.testing_cuda import FakeCuda
 
-__all__ = ["Gate", "Hooks", "Op", "Race", "RaceError", "SimDriver", "ThreadsDriver"]
+__all__ = ["FakeCuda", "Gate", "Hooks", "Op", "Race", "RaceError", "SimDriver", "ThreadsDriver"]

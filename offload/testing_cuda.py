@@ -238,6 +238,10 @@ class FakeCuda:
         """Fail the nth call from now on, of this name or of any; sticky fails all later ones too."""
         self._rules.append(_Rule(nth, name, error_code, sticky))
 
+    def forgive(self) -> None:
+        """Let the calls that were to fail succeed."""
+        self._rules.clear()
+
     def break_context(self, error_code: int = 700) -> None:
         """Fail every call from now on, as after an illegal access on the device."""
         with self._changed:
@@ -279,6 +283,9 @@ class FakeCuda:
     def set_device(self, device: int) -> None:
         self._thread.device, self._thread.chosen = device, True
         self._call("set_device", device)
+
+    def current_device(self) -> int:
+        return self._thread.device
 
     def relax_capture(self) -> None:
         self._call("relax_capture")

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, cast
 
@@ -106,6 +107,9 @@ class CudaCalls(Protocol):
     def set_device(self, device: int) -> None:
         """Make `device` current for the calling thread; otherwise a context appears on device 0."""
 
+    def current_device(self) -> int:
+        """Return the calling thread's current device."""
+
     def relax_capture(self) -> None:
         """Let the calling thread make calls that another thread's graph capture would forbid."""
 
@@ -182,6 +186,31 @@ class CudaCalls(Protocol):
 
     def device_address(self, address: int) -> int:
         """Return under which address a kernel reaches registered host memory: mostly the same one."""
+
+
+class _Bound(threading.local):
+    """The calls of the stream that a thread works for."""
+
+    calls: CudaCalls | None = None
+
+
+_BOUND = _Bound()
+
+
+def bind(calls: CudaCalls) -> None:
+    """Let backends on the calling thread find `calls`. A stream's threads do it once, first."""
+    _BOUND.calls = calls
+
+
+def here() -> CudaCalls:
+    """Return the calls of the stream whose thread this is: how a backend reaches CUDA.
+
+    Raises:
+        RuntimeError: This thread works for no CUDA stream.
+    """
+    if _BOUND.calls is None:
+        raise RuntimeError("this thread works for no CUDA stream, so it has no CUDA calls")
+    return _BOUND.calls
 
 
 def code(error: BaseException) -> int | None:
@@ -301,6 +330,9 @@ class TorchCuda:
         # torch skips the call when the device is current by default, and then the thread has no
         # context for the driver's own calls.
         self._driver("cuCtxSetCurrent", self._context(device))
+
+    def current_device(self) -> int:
+        return torch.cuda.current_device()
 
     def _context(self, device: int) -> ctypes.c_void_p:
         found = self._contexts.get(device)

@@ -1,0 +1,244 @@
+"""CUDA as a driver: one stream with two threads per direction, and events between them and compute.
+
+Theory of operation
+-------------------
+Every edge is an event. What the caller's compute has queued is marked in the caller's own frame, on that
+thread's current stream and on the `compute_streams` given at the start, because a current stream belongs
+to a thread: marked later, or elsewhere, it would be another stream and the wait would do nothing.
+Compute is ordered after a layer by `compute_stream().wait(event)`, and the host goes on.
+
+Streams are made on first use, and all calls go through one `CudaCalls`, so all of this runs on
+`offload.testing.FakeCuda` as it does on a GPU.
+
+`lost` is the error that ended the context, or None. After it nothing can be drained: flights fail and end
+at once, and their device pages must not be given to anybody.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import cast
+
+import torch
+
+from offload.driver import foreign
+from offload.driver.base import Event, Flight, Stream
+from offload.driver.cuda_calls import CudaCalls, RawStream, TorchCuda
+from offload.driver.cuda_event import CudaEvent, Hub, Waiter
+from offload.driver.cuda_stream import CudaStream
+from offload.errors import RequestError
+
+EXIT_SECONDS = 1.0
+"""How long interpreter exit waits for each thread."""
+
+
+class CudaDriver:
+    """Dedicated CUDA streams for load and backup.
+
+    Args:
+        device: The device of the pools.
+        compute_streams: Streams that every submit is ordered after, besides the submitting thread's
+            current one. Name them when the forward runs on a stream of another thread.
+        calls: How CUDA is reached.
+    """
+
+    name = "cuda"
+    fences = True
+
+    def __init__(
+        self,
+        device: torch.device | str | int = "cuda",
+        *,
+        compute_streams: Sequence[object] = (),
+        calls: CudaCalls | None = None,
+    ) -> None:
+        made = TorchCuda() if calls is None else calls
+        given = device if isinstance(device, int) else torch.device(device).index
+        index = cast("int | None", given)  # torch declares an int, and gives None for plain 'cuda'
+        self._hub = Hub(made, made.current_device() if index is None else index)
+        self._compute = tuple(self._raw(stream) for stream in compute_streams)
+        self._lock = threading.Lock()
+        self._streams: dict[str, CudaStream] = {}
+        self._waiters: dict[int, Waiter] = {}
+        self._closed = False
+        self._end = weakref.finalize(self, _end, self._hub, self._streams, self._waiters)
+
+    def __repr__(self) -> str:
+        state = ", lost" if self.lost is not None else ""
+        return f"<CudaDriver {self._hub.device}: {', '.join(self._streams) or 'no streams'}{state}>"
+
+    @property
+    def lost(self) -> BaseException | None:
+        """The error that ended the CUDA context; None while there is none."""
+        return self._hub.lost
+
+    def stream(self, name: str) -> Stream:
+        """Return the stream of that name; its threads start on first use."""
+        found = self._streams.get(name)
+        if found is not None:
+            return found
+        with self._lock:
+            if self._closed:
+                raise RequestError(f"cannot make stream {name!r}: the driver is closed")
+            if name not in self._streams:
+                self._streams[name] = CudaStream(name, self._hub, self._new_raw(name))
+            return self._streams[name]
+
+    def _new_raw(self, name: str) -> RawStream:
+        calls = self._hub.calls
+        before = calls.current_device()
+        calls.set_device(self._hub.device)
+        try:
+            raw = calls.new_stream()
+        finally:
+            if before != self._hub.device:
+                calls.set_device(before)
+        used = {stream.cuda_stream for stream in self._compute}
+        used |= {stream.raw.cuda_stream for stream in self._streams.values()}
+        if raw.cuda_stream in used:
+            raise RuntimeError(f"stream {name!r} shares its handle with another stream in use")
+        return raw
+
+    def compute_stream(self) -> Stream:
+        """Return the calling thread's current stream."""
+        return ComputeStream(self, self._hub.calls.current_stream())
+
+    def marks(self) -> tuple[Event, ...]:
+        """Record what the calling thread's stream and the compute streams have queued so far."""
+        self._alive()
+        streams = {
+            stream.cuda_stream: stream
+            for stream in (self._hub.calls.current_stream(), *self._compute)
+        }
+        return tuple(self.mark(stream) for stream in streams.values())
+
+    def mark(self, stream: RawStream) -> CudaEvent:
+        """Record the present end of a compute stream."""
+        return self._hub.record(stream, self._waiter(stream.cuda_stream))
+
+    def events(self, after: object) -> tuple[Event, ...]:
+        """Return events for what a caller passed as `after=`.
+
+        Raises:
+            RequestError: It is no event, no stream and no sequence of them, or an event that nobody has
+                recorded: CUDA would not wait for it and would not say so.
+        """
+        self._alive()
+        calls = self._hub.calls
+        # 1 a CUDA event of the caller's, 2 a CUDA stream: its point now, 3 several, 4 anything else.
+        if calls.is_event(after):
+            if not calls.is_recorded(after):
+                raise RequestError(
+                    "after= is an event that was never recorded, so nothing would wait for it. "
+                    "Record it first, or pass () to wait for nothing.",
+                    value=after,
+                )
+            return (self._hub.adopt(after, self._waiter(_FOREIGN)),)
+        if calls.is_stream(after):
+            return (self.mark(self._raw(after)),)
+        if isinstance(after, Iterable) and not isinstance(after, str | bytes):
+            return tuple(event for one in after for event in self.events(one))
+        return foreign.events(after)
+
+    def _raw(self, stream: object) -> RawStream:
+        if isinstance(stream, CudaStream | ComputeStream):
+            return stream.raw
+        if not self._hub.calls.is_stream(stream):
+            raise RequestError(f"{stream!r} is not a CUDA stream", value=stream)
+        return cast("RawStream", stream)
+
+    def _waiter(self, handle: int) -> Waiter:
+        """Return the thread that waits for events of one compute stream."""
+        with self._lock:
+            found = self._waiters.get(handle)
+            if found is None:
+                name = "after" if handle == _FOREIGN else f"compute-{handle:x}"
+                found = self._waiters[handle] = Waiter(self._hub, name)
+            return found
+
+    def _alive(self) -> None:
+        if self.lost is not None:
+            raise RequestError(
+                "cannot submit: the CUDA context is lost, and only a new process gets another"
+            ) from self.lost
+
+    def capturing(self) -> bool:
+        """Return whether the calling thread's current stream is capturing a graph."""
+        return self._hub.calls.capturing()
+
+    def now(self) -> float:
+        """Return the time in seconds, on the clock of deadlines: `time.perf_counter`."""
+        return time.perf_counter()
+
+    @property
+    def alarm(self) -> None:
+        """None: seconds are the loop's own."""
+        return None
+
+    async def quiesce(self) -> None:
+        """Do nothing: time passes by itself."""
+
+    def close(self) -> None:
+        """End and join all threads and destroy the streams. Any number of times; nothing in a fork."""
+        if self._closed or os.getpid() != self._hub.pid:
+            return
+        self._closed = True
+        self._end.detach()
+        _join(self._streams, self._waiters, None)
+        for stream in self._streams.values():
+            if self.lost is None:
+                self._hub.calls.destroy_stream(stream.raw)
+
+
+_FOREIGN = -1  # the waiter of events whose stream nobody told us
+
+
+class ComputeStream:
+    """A stream on which the caller's own kernels run."""
+
+    name = "compute"
+
+    def __init__(self, driver: CudaDriver, raw: RawStream) -> None:
+        self.raw = raw
+        self._driver = driver
+
+    def carry(self, flight: Flight) -> None:
+        """Refuse: compute carries nothing."""
+        raise RequestError(
+            "the compute stream carries no flights; use stream('load') or ('backup')"
+        )
+
+    def kick(self) -> None:
+        """Do nothing: nothing waits here."""
+
+    def wait(self, event: Event) -> None:
+        """Order what compute queues from now on after `event`; the host goes on."""
+        if isinstance(event, CudaEvent):
+            event.order(self.raw)
+        else:
+            event.wait()
+
+    def record(self) -> Event:
+        """Mark this point."""
+        return self._driver.mark(self.raw)
+
+
+def _join(
+    streams: dict[str, CudaStream], waiters: dict[int, Waiter], timeout: float | None
+) -> None:
+    ending: list[CudaStream | Waiter] = [*streams.values(), *waiters.values()]
+    stops: list[Callable[[], None]] = [one.stop for one in ending]
+    for stop in stops:
+        stop()
+    for one in ending:
+        one.join(timeout)
+
+
+def _end(hub: Hub, streams: dict[str, CudaStream], waiters: dict[int, Waiter]) -> None:
+    """End the threads of a driver that was forgotten, or of an interpreter that exits."""
+    if os.getpid() == hub.pid:
+        _join(streams, waiters, EXIT_SECONDS)

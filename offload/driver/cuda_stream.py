@@ -1,0 +1,336 @@
+"""A CUDA stream with its two threads: one enqueues, one waits.
+
+Theory of operation
+-------------------
+The *issuing* thread asks its `Lane` for the most urgent next layer, enqueues it and records an event.
+The *waiting* thread (`Waiter`) sees events pass, in stream order, and tells the flights.
+
+* What has been enqueued cannot be overtaken, so only a little is enqueued ahead: at least `AHEAD_LAYERS`
+  layers, which keeps the wire busy, and more only while they are small, up to `AHEAD_BYTES`. A more urgent
+  flight then goes in front of all else at the next layer boundary.
+* A layer that could not be enqueued completely may have started copies all the same. So an event is
+  recorded whatever happened: it is the drain event, and the flight fails and ends when it has passed.
+  If even that cannot be recorded, the device is lost.
+* The work of a layer (index tensors, descriptors) is referred to until its event has passed.
+* On a lost device every flight fails, then ends, whether or not anything of it was enqueued: no copy of it
+  will be seen to end. `CudaDriver.lost` tells the scheduler which kind of ending it was.
+
+Stamps come from the events: `end` is counted from an earlier event whose time the host knows, and `start`
+is the end before it, or the moment of enqueueing if that was later.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from queue import SimpleQueue
+from typing import cast
+
+import attrs
+
+from offload.core.lane import Lane
+from offload.driver.base import Event, Flight, Work
+from offload.driver.cuda_calls import RawStream
+from offload.driver.cuda_event import CudaEvent, Hub, Waiter
+from offload.errors import RequestError
+
+AHEAD_LAYERS = 2
+"""Layers that may always be enqueued ahead: one that moves and one behind it, so that the wire never idles."""
+
+AHEAD_BYTES = 64 << 20
+"""Bytes up to which more layers may be: at 50 GB/s an urgent load then waits 1.3 ms at most for them."""
+
+_ANCHOR_MS = 1000.0  # elapsed times are 32-bit floats: 0.06 us of resolution at a second
+
+
+@attrs.define(eq=False)
+class _Ticket:
+    """One enqueued layer, kept until its event has passed."""
+
+    flight: Flight
+    layer: int
+    work: Work
+    event: CudaEvent
+    issue_ns: int
+    error: BaseException | None
+    nbytes: int
+
+
+class Stamps:
+    """When events passed, on the host's clock. Used by the waiting thread alone."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._anchor: tuple[CudaEvent, int] | None = None
+        self._last_end = 0
+
+    def of(self, event: CudaEvent, issue_ns: int) -> tuple[int, int]:
+        """Return start and end of the layer that `event` closes, in nanoseconds of `perf_counter_ns`."""
+        now = time.perf_counter_ns()
+        if not event.timing:
+            return 0, 0
+        end = now
+        if self._anchor is not None:
+            first, first_ns = self._anchor
+            elapsed = self._hub.calls.elapsed_ms(first.raw, event.raw)
+            if elapsed < _ANCHOR_MS:
+                end = min(now, first_ns + round(elapsed * 1e6))
+        if end == now:
+            # Either no anchor that is near, or one that the host saw too late: this one is better.
+            self._anchor = (event, now)
+        start = min(end, max(self._last_end, issue_ns))
+        self._last_end = end
+        return start, end
+
+
+class CudaStream:
+    """One direction's stream and the flights it carries."""
+
+    def __init__(self, name: str, hub: Hub, raw: RawStream) -> None:
+        self.name = name
+        self.raw = raw
+        self._hub = hub
+        self._waiter = Waiter(hub, name)
+        self._stamps = Stamps(hub)
+        self._lane: Lane[Flight] = Lane()
+        self._inbox: SimpleQueue[Flight | None] = SimpleQueue()
+        self._gates: deque[Event] = deque()
+        self._last: dict[int, CudaEvent] = {}
+        self._carried: dict[int, Flight] = {}
+        self._failed: set[int] = set()
+        self._begun: dict[int, int] = {}  # last layer handed out, by flight
+        self._landed: dict[int, int] = {}  # last layer landed, by flight
+        # Held while a flight is told something; no callback needs it, and none blocks.
+        self._telling = threading.Lock()
+        self._issued = [0, 0]  # layers, bytes: written by the issuing thread
+        self._passed = [0, 0]  # layers, bytes: written by the waiting thread
+        self._full = False
+        self._closing = False
+        hub.on_lost.append(self.kick)
+        self._thread = threading.Thread(target=self._run, name=f"offload-{name}-issue", daemon=True)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"<CudaStream {self.name} {self._passed[0]}/{self._issued[0]} layers passed>"
+
+    # ---- any thread ---------------------------------------------------------------------------------
+
+    def carry(self, flight: Flight) -> None:
+        """Take a flight. Any thread; returns at once."""
+        if os.getpid() != self._hub.pid:
+            raise RequestError(
+                f"cannot submit: this process is a fork of {self._hub.pid}, and CUDA does not survive "
+                "a fork. Open a scheduler in a process that was spawned."
+            )
+        if self._closing:
+            raise RequestError(f"cannot submit: stream {self.name!r} is closed. Open a scheduler.")
+        self._inbox.put(flight)
+
+    def kick(self) -> None:
+        """Look again. Any thread, after close too: nothing happens then."""
+        self._inbox.put(None)
+
+    def wait(self, event: Event) -> None:
+        """Order everything enqueued from now on after `event`; the host goes on.
+
+        An event that is not CUDA's holds back what is not enqueued yet, on the host.
+        """
+        if isinstance(event, CudaEvent):
+            event.order(self.raw)
+        elif not event.query():
+            self._gates.append(event)
+            event.watch(self.kick)
+
+    def record(self) -> Event:
+        """Mark this point of the stream."""
+        return self._mark(timing=False)
+
+    def stop(self) -> None:
+        """Ask both threads to end when what was enqueued has passed."""
+        self._closing = True
+        self._inbox.put(None)
+
+    def join(self, timeout: float | None = None) -> None:
+        """Wait for both threads."""
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout)
+        self._waiter.join(timeout)
+
+    # ---- the issuing thread -------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._hub.enter_thread()
+        except Exception as error:  # noqa: BLE001 - a thread without a device can do nothing
+            self._hub.lose(error)
+        while not self._closing:
+            while not self._inbox.empty():
+                self._admit(self._inbox.get())
+            if self._hub.lost is not None:
+                self._give_up()
+            picked = None if self._held() else self._pick()
+            self._reap(picked[0] if picked is not None else None)
+            if picked is not None:
+                self._issue(picked[0], picked[1], cast("Work", picked[2]))
+            elif self._inbox.empty():
+                self._admit(self._inbox.get())
+        self._abandon()
+        self._waiter.stop()
+
+    def _admit(self, flight: Flight | None) -> None:
+        """Prepare a flight and let it join the others; None was a kick."""
+        if flight is None:
+            return
+        self._carried[id(flight)] = flight
+        try:
+            if not flight.stopped and self._hub.lost is None:
+                with self._hub.calls.using(self.raw):
+                    flight.prepare()
+        except BaseException as error:  # noqa: BLE001 - it is the flight's, not the thread's
+            self._lane.left.append(flight)
+            self._fail(flight, 0, error)
+        else:
+            self._lane.add(flight)
+
+    def _held(self) -> bool:
+        """Return whether nothing may be enqueued now; then only what is stopped leaves."""
+        while self._gates and self._gates[0].query():
+            self._gates.popleft()
+        self._full = True  # before the look: a landing that comes between kicks
+        layers = self._issued[0] - self._passed[0]
+        nbytes = self._issued[1] - self._passed[1]
+        self._full = layers >= AHEAD_LAYERS and nbytes >= AHEAD_BYTES
+        held = self._full or bool(self._gates) or self._hub.lost is not None
+        if held:
+            self._lane.sweep()
+        return held
+
+    def _pick(self) -> tuple[Flight, int, object] | None:
+        """Ask the lane; a flight whose own `next_layer` raises fails alone."""
+        while True:
+            try:
+                return self._lane.pick()
+            except BaseException as error:  # noqa: BLE001 - it is the flight's, not the thread's
+                flight = self._lane.asked
+                assert flight is not None
+                self._lane.drop(flight)
+                self._after(flight, partial(self._fail, flight, 0, error))
+
+    def _issue(self, flight: Flight, layer: int, work: Work) -> None:
+        """Enqueue a layer and mark its end, whatever happens in between."""
+        issue_ns = time.perf_counter_ns()
+        self._begun[id(flight)] = layer
+        error: BaseException | None = None
+        try:
+            with self._hub.calls.using(self.raw):
+                work()
+        except BaseException as raised:  # noqa: BLE001 - told to the flight
+            error = raised
+        try:
+            event = self._mark(timing=flight.traced and error is None)
+        except Exception as raised:  # noqa: BLE001 - nothing says any more when its copies have ended
+            self._hub.lose(error or raised)
+            return
+        if error is not None and self._hub.is_fatal(error, event.query):
+            self._hub.lose(error)
+            return
+        nbytes = work.nbytes
+        self._issued = [self._issued[0] + 1, self._issued[1] + nbytes]
+        self._last[id(flight)] = event
+        if error is None:
+            flight.issued(layer, event)
+        else:
+            self._lane.drop(flight)
+        ticket = _Ticket(flight, layer, work, event, issue_ns, error, nbytes)
+        self._waiter.add(event, partial(self._land, ticket))
+
+    def _mark(self, *, timing: bool) -> CudaEvent:
+        return self._hub.record(self.raw, self._waiter, timing=timing)
+
+    def _reap(self, picked: Flight | None) -> None:
+        """End the flights that left the lane, once what they enqueued has passed."""
+        for flight in self._lane.reap() if self._lane.left else ():
+            # 1 its last layer is still to be enqueued, 2 it is over.
+            if flight is picked:
+                self._lane.left.append(flight)
+            else:
+                self._after(flight, partial(self._end, flight))
+                self._last.pop(id(flight), None)
+
+    def _after(self, flight: Flight, callback: Callable[[], None]) -> None:
+        """Call back when all that this flight has enqueued has passed."""
+        event = self._last.get(id(flight))
+        if event is None:
+            callback()
+        else:
+            self._waiter.add(event, callback)
+
+    def _give_up(self) -> None:
+        """Fail and end every flight: the device is lost."""
+        self._lane.flights.clear()
+        self._lane.reap()
+        self._last.clear()
+        self._gates.clear()
+        for flight in list(self._carried.values()):
+            self._end(flight)
+
+    def _abandon(self) -> None:
+        """End what is left when the stream is closed, as if it were stopped."""
+        while not self._inbox.empty():
+            flight = self._inbox.get()
+            if flight is not None:
+                self._carried[id(flight)] = flight
+                self._lane.add(flight)
+        for flight in self._lane.flights[:]:
+            self._lane.drop(flight)
+        self._reap(None)
+
+    # ---- either thread ------------------------------------------------------------------------------
+
+    def _land(self, ticket: _Ticket) -> None:
+        """Tell a flight that a layer has passed. On the waiting thread."""
+        flight, layer = ticket.flight, ticket.layer
+        if ticket.error is not None:
+            self._fail(flight, layer, ticket.error)
+        elif self._hub.lost is None:
+            stamps = self._stamp(ticket)
+            with self._telling:
+                if id(flight) in self._carried:
+                    self._landed[id(flight)] = layer
+                    flight.landed(layer, *stamps)
+        self._passed = [self._passed[0] + 1, self._passed[1] + ticket.nbytes]
+        if self._full:
+            self.kick()
+
+    def _stamp(self, ticket: _Ticket) -> tuple[int, int]:
+        if not ticket.flight.traced:
+            return 0, 0
+        try:
+            return self._stamps.of(ticket.event, ticket.issue_ns)
+        except Exception:  # noqa: BLE001 - a stamp is not worth a failed copy; a sticky error comes back
+            return ticket.issue_ns, time.perf_counter_ns()
+
+    def _fail(self, flight: Flight, layer: int, error: BaseException) -> None:
+        """Tell a flight, once, that it failed."""
+        with self._telling:
+            if id(flight) in self._carried and id(flight) not in self._failed:
+                self._failed.add(id(flight))
+                flight.failed(layer, error)
+
+    def _end(self, flight: Flight) -> None:
+        """Tell a flight, once, that it is over, and forget it; on a lost device it has failed first."""
+        key, lost = id(flight), self._hub.lost
+        with self._telling:
+            if self._carried.pop(key, None) is None:
+                return
+            begun, landed = self._begun.pop(key, None), self._landed.pop(key, None)
+            # One that has landed whole was only waiting for its ending.
+            whole = flight.exhausted and begun == landed
+            if lost is not None and not whole and key not in self._failed:
+                flight.failed(0 if landed is None else landed + 1, lost)
+            self._failed.discard(key)
+            flight.ended()

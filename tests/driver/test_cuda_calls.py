@@ -1,0 +1,156 @@
+"""The seam to CUDA: nobody goes around it, and it calls the CUDA driver with the right arguments."""
+
+from __future__ import annotations
+
+import ast
+import ctypes
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import offload
+from offload.driver import cuda_calls
+from offload.driver.cuda_calls import CudaError, DriverLibrary, Words
+
+ROOT = Path(offload.__file__).parent
+SEAM = ROOT / "driver" / "cuda_calls.py"
+
+
+def names(path: Path) -> set[str]:
+    """Return every dotted name that a file reads or imports."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute):
+            found.add(ast.unparse(node))
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def goes_around(path: Path) -> list[str]:
+    """Return the names in a file that reach CUDA."""
+    return sorted(
+        name
+        for name in names(path)
+        for root in ("torch.cuda", "torch._C._cuda", "cuda.bindings", "cuda.core")
+        if name == root or name.startswith(root + ".")
+    )
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_other_module_reaches_cuda(path: Path) -> None:
+    """All CUDA calls go through the one seam, so that a fake can stand in for all of them."""
+    if path != SEAM:
+        assert goes_around(path) == []
+
+
+def test_the_lint_sees_the_seam() -> None:
+    """The check above finds something where there is something."""
+    assert "torch.cuda.Event" in goes_around(SEAM)
+
+
+Function = Callable[..., int]
+_BATCH = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    *[ctypes.c_void_p] * 3,
+    ctypes.c_size_t,
+    *[ctypes.c_void_p] * 2,
+    ctypes.c_size_t,
+    *[ctypes.c_void_p] * 2,
+)
+
+
+class Library:
+    """A `libcuda` on paper: writes down calls, answers with success unless told otherwise."""
+
+    def __init__(self, *, batch: bool = True) -> None:
+        self.asked: list[tuple[bytes, int]] = []
+        self.batches: list[tuple[object, ...]] = []
+        self.copies: list[tuple[int, int, int, int]] = []
+        self.result = 0
+        self._batch = _BATCH(self._batched) if batch else None
+
+    def cuGetProcAddress_v2(
+        self, symbol: bytes, address: object, version: ctypes.c_int, *_: object
+    ) -> int:
+        self.asked.append((symbol, version.value))
+        if self._batch is None:
+            return 500
+        found = ctypes.cast(self._batch, ctypes.c_void_p)
+        address._obj.value = found.value  # type: ignore[attr-defined]
+        return 0
+
+    def _batched(
+        self, to: int, start: int, sizes: int, count: int, attributes: int, indices: int,
+        num_attributes: int, failed: int, stream: int,
+    ) -> int:  # fmt: skip
+        read = [list((ctypes.c_uint64 * count).from_address(array)) for array in (to, start, sizes)]
+        raw = list((ctypes.c_int * 6).from_address(attributes))
+        first = ctypes.c_size_t.from_address(indices).value
+        ctypes.c_size_t.from_address(failed).value = 0
+        self.batches.append((*read, raw, first, num_attributes, stream))
+        return self.result
+
+    def cuMemcpyAsync(
+        self, to: ctypes.c_uint64, start: ctypes.c_uint64, size: ctypes.c_size_t,
+        stream: ctypes.c_void_p,
+    ) -> int:  # fmt: skip
+        self.copies.append((to.value, start.value, size.value, stream.value or 0))
+        return self.result
+
+    def cuGetErrorString(self, result: object, text: object) -> int:
+        text._obj.value = b"invalid argument"  # type: ignore[attr-defined]
+        return 0
+
+
+def words(*values: int) -> Words:
+    return np.array(values, np.uint64)
+
+
+def test_the_batched_copy_is_asked_for_by_version_and_called_with_nine_arguments() -> None:
+    """One ABI, one attribute in stream order, one index, which is zero."""
+    library = Library()
+    driver = DriverLibrary(library)
+    assert library.asked == [(b"cuMemcpyBatchAsync", 12_080)]
+    assert driver.has_batch_copy
+    driver.copy_batch(words(1, 2), words(3, 1 << 40), words(5, 6), 77)
+    stream_order = [1, 0, 0, 0, 0, 0]
+    assert library.batches == [([1, 2], [3, 1 << 40], [5, 6], stream_order, 0, 1, 77)]
+    assert ctypes.sizeof(cuda_calls._CopyAttributes) == 24
+
+
+def test_a_driver_without_the_batched_copy_gets_one_call_per_range() -> None:
+    """The same bytes move by plain asynchronous copies."""
+    library = Library(batch=False)
+    driver = DriverLibrary(library)
+    assert not driver.has_batch_copy
+    driver.copy_batch(words(1, 2), words(3, 4), words(5, 6), 77)
+    assert library.copies == [(1, 3, 5, 77), (2, 4, 6, 77)]
+
+
+@pytest.mark.parametrize("batch", [True, False])
+def test_a_refusal_is_an_error_with_its_code(batch: bool) -> None:
+    """What the CUDA driver returned is in `error_code`, and its text in the message."""
+    library = Library(batch=batch)
+    driver = DriverLibrary(library)
+    library.result = 1
+    with pytest.raises(CudaError, match="invalid argument") as caught:
+        driver.copy_batch(words(1), words(2), words(3), 77)
+    assert cuda_calls.code(caught.value) == 1
+
+
+def test_the_legacy_stream_never_reaches_the_batched_copy() -> None:
+    """Handle 0 is refused here, in words, before CUDA refuses it."""
+    with pytest.raises(CudaError, match="legacy"):
+        DriverLibrary(Library()).copy_batch(words(1), words(2), words(3), 0)
+
+
+def test_an_error_without_a_code_has_none() -> None:
+    """Only CUDA's errors carry one."""
+    assert cuda_calls.code(ValueError()) is None
+    with pytest.raises(RuntimeError, match="no CUDA stream"):
+        cuda_calls.here()
