@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 PINS := pyproject.toml constraints.txt
 pin = $(shell grep "^$(1)==" constraints.txt)
 
-.PHONY: all demo test lint types format bench readme wheel oldest freeze clean
+.PHONY: all demo test lint types format bench readers readme wheel oldest freeze clean
 all: lint types test
 
 $(BIN)/python:
@@ -49,6 +49,17 @@ bench: $(VENV)/stamp-weights
 # Print the support matrix into the README.
 readme: $(VENV)/stamp-packages
 	$(BIN)/python -m tests.test_readme
+
+# Readers of exported traces: Perfetto's engine in node, its UI in Chromium, Holistic Trace Analysis. The last one
+# without its dependencies: jupyterlab is for its notebooks only. node, npm and chromium come from the system.
+$(VENV)/stamp-readers: $(VENV)/stamp-packages tests/readers/package-lock.json
+	$(PIP) install -c constraints.txt -e ".[test-trace]"
+	$(PIP) install --no-deps HolisticTraceAnalysis==0.5.0
+	cd tests/readers && npm ci --no-audit --no-fund --silent
+	@touch $@
+
+readers: $(VENV)/stamp-readers
+	$(BIN)/python -m pytest --forbid-skips tests/readers $(ARGS)
 
 wheel: $(VENV)/stamp-packages
 	rm -rf dist

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
 
 # Before anything imports a hub client: it reads these once, when imported.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -26,6 +27,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if missing:
         for item in gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--forbid-skips`, for runs whose point is that everything is installed."""
+    parser.addoption("--forbid-skips", action="store_true", help="a skipped test fails")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Turn a skip into a failure where skips are forbidden; GPU tests may still be skipped."""
+    report = yield
+    if report.skipped and item.config.getoption("forbid_skips") and "gpu" not in item.keywords:
+        report.outcome = "failed"
+        report.longrepr = f"skipped, and --forbid-skips was given: {call.excinfo}"
+    return report
 
 
 def pytest_terminal_summary(
