@@ -17,6 +17,7 @@ from offload.threadface import ThreadFace
 class BlockingScheduler(ThreadFace):
     """The blocking face of a scheduler that runs on a thread of its own. Made by `start_scheduler`."""
 
+    _scheduler: Scheduler = attrs.field(init=False)
     _exit: anyio.Event = attrs.field(init=False)
     _ready: threading.Event = attrs.field(init=False, factory=threading.Event)
     _faults: list[BaseException] = attrs.field(init=False, factory=list)
@@ -25,7 +26,8 @@ class BlockingScheduler(ThreadFace):
     @classmethod
     def start(cls, scheduler: Scheduler) -> Self:
         """Start the loop thread; return when the scheduler is open on it."""
-        face = cls(scheduler)
+        face = cls(scheduler.shell)
+        face._scheduler = scheduler
         face._thread = threading.Thread(target=face._main, name="offload-loop", daemon=True)
         face._thread.start()
         face._ready.wait()
@@ -55,15 +57,15 @@ class BlockingScheduler(ThreadFace):
         Raises:
             TimeoutError: Not within `timeout` seconds; closing goes on, and `close` may be called again.
         """
-        scheduler = self._scheduler
+        shell = self._shell
         if self._thread.is_alive():
-            scheduler.check_may_block("close")
+            shell.check_may_block("close")
 
             def leave() -> None:
-                scheduler.begin_close(drain)
+                self._scheduler.begin_close(drain)
                 self._exit.set()
 
-            scheduler.post(leave)
+            shell.post(leave)
             self._thread.join(timeout)
             if self._thread.is_alive():
                 raise TimeoutError(f"the scheduler was not closed within {timeout} s")

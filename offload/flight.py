@@ -58,7 +58,7 @@ class Bell:
                 self.waiting -= 1
 
 
-@attrs.define(eq=False)
+@attrs.define(eq=False, repr=False)
 class Flight:
     """One batch on its stream; the runtime half of `core.batch.Batch`."""
 
@@ -93,7 +93,11 @@ class Flight:
 
     reported: bool = False
     watched: bool = False
-    """Whether the loop wants to hear of issues too."""
+    """Whether the loop wants to hear of each layer, not only of the last: somebody waits there, or
+    another batch follows this one."""
+
+    issue_watched: bool = False
+    """Whether it wants to hear of issues too."""
 
     transfers: list[Transfer] = attrs.field(factory=list)
     events: dict[int, Event] = attrs.field(factory=dict)
@@ -101,6 +105,10 @@ class Flight:
     _next: int = attrs.field(init=False)
     _handed_ns: int = 0
     _issue_ns: dict[int, tuple[int, int]] = attrs.field(factory=dict)
+
+    def __repr__(self) -> str:
+        batch = self.batch
+        return f"<Flight {batch.id} {batch.direction}, layers {batch.first}-{batch.last - 1}>"
 
     def __attrs_post_init__(self) -> None:
         batch = self.batch
@@ -143,14 +151,15 @@ class Flight:
         self.events[layer] = event
         self.issued_layers = layer + 1
         self.bell.ring()
-        if self.watched:
+        if self.issue_watched:
             self.report(self)
 
     def landed(self, layer: int, start_ns: int, end_ns: int) -> None:
         """Publish that the bytes of a layer are there: to threads at once, to the loop soon."""
         self.landed_layers = layer + 1
         self.bell.ring()
-        self.report(self)
+        if self.watched or layer + 1 == self.batch.last:
+            self.report(self)
         assert self._copies is not None
         nbytes, ops, transfers = self._copies.size(layer)
         self.counters.moved(start_ns, end_ns, nbytes, ops, transfers)

@@ -15,6 +15,7 @@ from offload.group import Pair, PoolGroup
 from offload.pool import DevicePool, HostPool
 from offload.route import Router
 from offload.scheduler import Scheduler
+from offload.shell import Shell
 from offload.submit import Desk
 from offload.trace import Tracer
 
@@ -51,13 +52,8 @@ def open_scheduler(
     group = _group(device, host)
     router = Router.open(group, io_backend)
     made = _driver(group, driver, compute_streams)
-    return Scheduler(
-        group=group,
-        driver=made,
-        limits=limits or Limits(),
-        tracer=tracer,
-        desk=Desk(group, router, made, tracer),
-    )
+    desk = Desk(group, router, made, tracer)
+    return Scheduler(Shell(group, made, limits or Limits(), tracer, desk))
 
 
 def _group(device: DevicePool | PoolGroup, host: HostPool | None) -> PoolGroup:

@@ -20,7 +20,7 @@ from offload.submit import After, Submission
 from offload.transfer import Transfer
 
 if TYPE_CHECKING:
-    from offload.scheduler import Scheduler
+    from offload.shell import Shell
 
 T = TypeVar("T")
 
@@ -51,53 +51,53 @@ class _Knock:
 class _Admission:
     """A submission of another thread, on its way in. All but `future` is the loop's business."""
 
-    scheduler: Scheduler
+    shell: Shell
     submission: Submission
     future: Future[Transfer] = attrs.field(factory=Future)
     place: Place | None = None
 
     def start(self) -> None:
         """Submit, or stand in line."""
-        scheduler, wanted = self.scheduler, self.submission
+        shell, wanted = self.shell, self.submission
         try:
-            scheduler.refuse_closed()
-            if scheduler.line.open_for(wanted.priority, wanted.nbytes):
+            shell.refuse_closed()
+            if shell.line.open_for(wanted.priority, wanted.nbytes):
                 self._admit()
                 return
             if wanted.hold is not None:
-                scheduler.let_go(wanted.hold.pieces)
-            knock = _Knock(lambda: scheduler.post(self._again))
-            self.place = scheduler.line.enter(wanted.priority, wanted.nbytes, knock)
+                shell.let_go(wanted.hold.pieces)
+            knock = _Knock(lambda: shell.post(self._again))
+            self.place = shell.line.enter(wanted.priority, wanted.nbytes, knock)
             if wanted.deadline is not None:
-                scheduler.call_at(wanted.deadline, self.place.expire)
+                shell.call_at(wanted.deadline, self.place.expire)
         except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
             self._fail(error)
 
     def _again(self) -> None:
-        scheduler, place = self.scheduler, self.place
+        shell, place = self.shell, self.place
         assert place is not None
         if place.left:
             return
         try:
-            scheduler.refuse_closed()
+            shell.refuse_closed()
             if self.future.cancelled():
-                scheduler.line.leave(place)
+                shell.line.leave(place)
             elif place.expired:
                 raise TimeoutError("the deadline passed while it waited for room")
-            elif scheduler.line.may_go(place):
+            elif shell.line.may_go(place):
                 self._admit()
-                scheduler.line.leave(place)
+                shell.line.leave(place)
             else:
                 assert isinstance(place.event, _Knock)
                 place.event.clear()
         except BaseException as error:  # noqa: BLE001 - the same
-            scheduler.line.leave(place)
+            shell.line.leave(place)
             self._fail(error)
 
     def _admit(self) -> None:
         if self.future.set_running_or_notify_cancel():
             try:
-                self.future.set_result(self.scheduler.admit(self.submission))
+                self.future.set_result(self.shell.admit(self.submission))
             except BaseException as error:  # noqa: BLE001 - the same
                 self.future.set_exception(error)
 
@@ -109,19 +109,19 @@ class _Admission:
         """Withdraw after a timeout; return False when it was too late and the transfer exists."""
         if not self.future.cancel():
             return False
-        self.scheduler.post(self._withdraw)
+        self.shell.post(self._withdraw)
         return True
 
     def _withdraw(self) -> None:
         if self.place is not None:
-            self.scheduler.line.leave(self.place)
+            self.shell.line.leave(self.place)
 
 
 @attrs.define(eq=False, repr=False)
 class ThreadFace:
-    """Every name of the scheduler, blocking. Any thread but the loop's own."""
+    """Every name of the shell, blocking. Any thread but the loop's own."""
 
-    _scheduler: Scheduler
+    _shell: Shell
 
     def load(
         self,
@@ -142,7 +142,7 @@ class ThreadFace:
             TimeoutError: No room within `timeout` seconds, or before the deadline: nothing was submitted.
         """
         return self._submit(
-            self._scheduler.desk.submission(
+            self._shell.desk.submission(
                 Direction.LOAD, host_pages, device_pages,
                 priority=priority, deadline=deadline, after=after, join=join,
                 io_backend=io_backend, members=members,
@@ -165,7 +165,7 @@ class ThreadFace:
     ) -> Transfer:
         """Submit a backup, as `Scheduler.backup`; block while there is no room. Raises as `load`."""
         return self._submit(
-            self._scheduler.desk.submission(
+            self._shell.desk.submission(
                 Direction.BACKUP, host_pages, device_pages,
                 priority=priority, deadline=deadline, after=after, streaming=streaming,
                 io_backend=io_backend, members=members,
@@ -186,12 +186,12 @@ class ThreadFace:
         members: Mapping[str, PagePair] | None = None,
     ) -> Transfer:
         """Submit a load; raise `anyio.WouldBlock` where `load` would wait for room."""
-        submission = self._scheduler.desk.submission(
+        submission = self._shell.desk.submission(
             Direction.LOAD, host_pages, device_pages,
             priority=priority, deadline=deadline, after=after, join=join,
             io_backend=io_backend, members=members,
         )  # fmt: skip
-        return self._call(lambda: self._scheduler.submit_nowait(submission))
+        return self._call(lambda: self._shell.submit_nowait(submission))
 
     def backup_nowait(
         self,
@@ -206,26 +206,24 @@ class ThreadFace:
         members: Mapping[str, PagePair] | None = None,
     ) -> Transfer:
         """Submit a backup; raise `anyio.WouldBlock` where `backup` would wait for room."""
-        submission = self._scheduler.desk.submission(
+        submission = self._shell.desk.submission(
             Direction.BACKUP, host_pages, device_pages,
             priority=priority, deadline=deadline, after=after, streaming=streaming,
             io_backend=io_backend, members=members,
         )  # fmt: skip
-        return self._call(lambda: self._scheduler.submit_nowait(submission))
+        return self._call(lambda: self._shell.submit_nowait(submission))
 
     def hold(self) -> AbstractContextManager[None]:
         """Keep back what this thread submits until the block ends; then it is one batch."""
-        return self._scheduler.hold()
+        return self._shell.hold()
 
     def now(self) -> float:
         """Return the time in seconds on the clock of deadlines."""
-        return self._scheduler.now()
+        return self._shell.now()
 
     def busy(self, *, device_pages: PagesLike = (), host_pages: PagesLike = ()) -> bool:
         """Return whether any of these pages may still be read or written."""
-        return self._call(
-            lambda: self._scheduler.busy(device_pages=device_pages, host_pages=host_pages)
-        )
+        return self._call(lambda: self._shell.claimed(device_pages, host_pages))
 
     def wait_idle(
         self,
@@ -239,26 +237,26 @@ class ThreadFace:
         Raises:
             TimeoutError: Not within `timeout` seconds.
         """
-        scheduler = self._scheduler
-        scheduler.check_may_block("wait for idle pages")
+        shell = self._shell
+        shell.check_may_block("wait for idle pages")
         # Everything this thread posted comes first; afterwards the tables alone know.
         self.busy(device_pages=device_pages, host_pages=host_pages)
 
         def idle() -> bool:
-            return scheduler.dead or not scheduler.claimed(device_pages, host_pages)
+            return shell.dead or not shell.claimed(device_pages, host_pages)
 
-        if not scheduler.bell.wait(idle, timeout):
+        if not shell.bell.wait(idle, timeout):
             raise TimeoutError(f"pages are still busy after {timeout} s")
 
     def statistics(self) -> Statistics:
         """Return the numbers as they are now."""
-        return self._scheduler.statistics()
+        return self._shell.statistics()
 
     def _submit(self, submission: Submission, timeout: float | None) -> Transfer:
-        scheduler = self._scheduler
-        scheduler.check_may_block("submit")
-        admission = _Admission(scheduler, submission)
-        if not scheduler.post(admission.start):
+        shell = self._shell
+        shell.check_may_block("submit")
+        admission = _Admission(shell, submission)
+        if not shell.post(admission.start):
             raise SchedulerClosedError
         while True:
             try:
@@ -272,8 +270,8 @@ class ThreadFace:
                     ) from None
 
     def _call(self, act: Callable[[], T]) -> T:
-        scheduler = self._scheduler
-        scheduler.check_may_block("call the scheduler")
+        shell = self._shell
+        shell.check_may_block("call the scheduler")
         future: Future[T] = Future()
 
         def run() -> None:
@@ -282,6 +280,6 @@ class ThreadFace:
             except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
                 future.set_exception(error)
 
-        if not scheduler.post(run):
+        if not shell.post(run):
             raise SchedulerClosedError
         return future.result()

@@ -23,7 +23,7 @@ from offload.errors import RequestError, TransferCancelled, TransferFailed
 from offload.flight import Flight
 
 if TYPE_CHECKING:
-    from offload.scheduler import Scheduler
+    from offload.shell import Shell
     from offload.trace import Tracer
     from offload.trace.forward import ForwardTrace
 
@@ -35,7 +35,7 @@ _RELEASED = -2
 class Transfer:
     """A load or a backup under way. Waiting consumes nothing: wait late, often, from many places."""
 
-    _scheduler: Scheduler
+    _shell: Shell
     request: Request
     submitted_ns: int
     tags: Mapping[str, str | int | float | bool | None] | None = None
@@ -82,12 +82,12 @@ class Transfer:
     @property
     def num_layers(self) -> int:
         """Layers of the model."""
-        return self._scheduler.group.num_layers
+        return self._shell.group.num_layers
 
     @property
     def tracer(self) -> Tracer | None:
         """Where its scheduler records."""
-        return self._scheduler.tracer
+        return self._shell.tracer
 
     @property
     def nbytes(self) -> int:
@@ -140,9 +140,7 @@ class Transfer:
         Raises:
             TransferFailed: It failed or was cancelled before.
         """
-        index = 0 if layer is None else self._scheduler.group.layer(layer)
-        lead = self._lead or self
-        lead._watch_issues()
+        index = 0 if layer is None else self._shell.group.layer(layer)
         await self._until(index, lambda: self._issued(index))
         self._raise_unless(self._issued(index))
 
@@ -152,7 +150,7 @@ class Transfer:
         Raises:
             TransferFailed: It failed or was cancelled before that layer landed.
         """
-        index = self._scheduler.group.layer(layer)
+        index = self._shell.group.layer(layer)
         start = time.perf_counter_ns()
         suspended = await self._until(index, lambda: self._landed(index))
         self._raise_unless(self._landed(index))
@@ -170,6 +168,11 @@ class Transfer:
             suspended = True
             waiter = (what, anyio.Event())
             self._waiters.append(waiter)
+            if what >= 0:
+                self._watch()
+                if reached():
+                    self._waiters.remove(waiter)
+                    break
             try:
                 await waiter[1].wait()
             finally:
@@ -187,7 +190,7 @@ class Transfer:
             TimeoutError: Not within `timeout` seconds; the transfer goes on.
             RequestError: This is the loop's own thread, and the layer has not landed.
         """
-        index = self._scheduler.group.layer(layer)
+        index = self._shell.group.layer(layer)
         start = self.wait_quietly(index, timeout)
         self.note(index, start)
 
@@ -201,7 +204,7 @@ class Transfer:
 
     def wait_issued(self, layer: int | str | None = None, timeout: float | None = None) -> None:
         """Block this thread until a layer (default: the first) is on its stream. Raises as `wait_layer`."""
-        index = 0 if layer is None else self._scheduler.group.layer(layer)
+        index = 0 if layer is None else self._shell.group.layer(layer)
         self._block(lambda: self._issued(index), f"layer {index} to be issued", timeout)
 
     def wait_source_reusable(self, timeout: float | None = None) -> None:
@@ -221,12 +224,12 @@ class Transfer:
                 loop's own thread and the layer is not issued yet (await `issued` first).
             TransferFailed: It is known to have failed or to have been cancelled.
         """
-        start = self.fence_quietly(self._scheduler.group.layer(layer))
-        self.note(self._scheduler.group.layer(layer), start)
+        start = self.fence_quietly(self._shell.group.layer(layer))
+        self.note(self._shell.group.layer(layer), start)
 
     def fence_quietly(self, index: int, timeout: float | None = None) -> int:
         """Fence as `fence` does; return when a wait that blocked began, in ns, else 0."""
-        driver = self._scheduler.driver
+        driver = self._shell.driver
         if not driver.fences:
             return self.wait_quietly(index, timeout)
         if driver.capturing():
@@ -247,7 +250,7 @@ class Transfer:
     def cancel(self) -> None:
         """Settle it as cancelled, at once. Copies already issued drain unseen; its pages stay locked so
         long. Any thread, any time; nothing happens when it has settled."""
-        self._scheduler.cancel(self)
+        self._shell.cancel(self)
 
     def layer_written(self, layer: int | str) -> None:
         """Say that the forward has written a layer, so that its backup may start. Any thread, once a layer.
@@ -258,7 +261,7 @@ class Transfer:
             RequestError: It is no streaming backup, the layer was written before, or the stream is
                 capturing a graph.
         """
-        self._scheduler.layer_written(self, self._scheduler.group.layer(layer))
+        self._shell.layer_written(self, self._shell.group.layer(layer))
 
     # Progress ------------------------------------------------------------------------------------------
 
@@ -332,13 +335,13 @@ class Transfer:
             return
         if not whatever:
             self._raise_if_over()
-        scheduler = self._scheduler
-        scheduler.check_may_block(f"wait for {what}")
+        shell = self._shell
+        shell.check_may_block(f"wait for {what}")
 
         def arrived() -> bool:
-            return reached() or (not whatever and self._is_over()) or scheduler.dead
+            return reached() or (not whatever and self._is_over()) or shell.dead
 
-        if not scheduler.bell.wait(arrived, timeout):
+        if not shell.bell.wait(arrived, timeout):
             raise TimeoutError(f"{self!r}: {timeout} s passed while waiting for {what}")
         if not reached():
             self._raise_if_over()
@@ -349,7 +352,7 @@ class Transfer:
 
     def note(self, layer: int, start_ns: int, forward: ForwardTrace | None = None) -> None:
         """Count a wait for a layer; `start_ns` is 0 when it did not have to wait."""
-        self._scheduler.note_wait(self, layer, start_ns, forward)
+        self._shell.note_wait(self, layer, start_ns, forward)
 
     # Called by the scheduler, on the loop's thread --------------------------------------------------------
 
@@ -407,12 +410,16 @@ class Transfer:
         if self._layers is not None:
             self._layers[piece.first] = flight
         self._flight = flight
-        flight.watched = flight.watched or any(what >= 0 for what, _ in self._waiters)
+        if self.watched:
+            flight.watched = flight.issue_watched = True
         flight.transfers.append(self)
 
-    def _watch_issues(self) -> None:
-        if self._flight is not None:
-            self._flight.watched = True
+    def _watch(self) -> None:
+        """Have its flights report each layer; what they published before is seen by whoever looks next."""
+        lead = self._lead or self
+        for flight in (lead._flight, *(lead._layers or {}).values()):
+            if flight is not None:
+                flight.watched = flight.issue_watched = True
 
     def wake(self, layers: int | None = None) -> None:
         """Let tasks look again that wait for a layer below `layers`; None: for anything."""

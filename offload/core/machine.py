@@ -127,6 +127,13 @@ class Stop:
 
 
 @attrs.frozen
+class Watch:
+    """Somebody follows the batch: from now on the machine wants to hear of each of its layers."""
+
+    batch: Batch
+
+
+@attrs.frozen
 class SettleLayer:
     """Layers below `batch.landed` have landed for every piece of the batch."""
 
@@ -148,7 +155,7 @@ class Unlock:
     piece: Piece
 
 
-Command: TypeAlias = Issue | Extend | Stop | SettleLayer | Settle | Unlock
+Command: TypeAlias = Issue | Extend | Stop | Watch | SettleLayer | Settle | Unlock
 
 _OPEN = (State.QUEUED, State.ISSUED)
 
@@ -303,6 +310,8 @@ class Machine:
                 if ahead.followers is None:
                     ahead.followers = []
                 ahead.followers.append(piece)
+                if ahead.batch is not None and not ahead.batch.closed:
+                    self._commands.append(Watch(ahead.batch))
 
     def _refuse_endless_wait(self, request: Request) -> None:
         """Raise when the load waits for a forward that itself waits for the load."""

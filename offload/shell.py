@@ -1,0 +1,502 @@
+"""The async shell: it carries out what the machine decides, and tells the machine what happened.
+
+Everything here runs on the event loop's thread, in short callbacks, except where a method says otherwise.
+Three streams of news meet in `_turn`:
+
+* submits, which hand their request to the machine at once and ask for a turn;
+* flights that made progress (`report`, called by the drivers' threads);
+* posts from other threads (`post`): submits of `from_thread`, cancels, marks that have landed.
+
+A turn takes all news, then flushes: one batch per direction, and another turn when there is more, so that
+a long queue never holds the loop. There is no task that could die; a fault inside a turn settles every
+transfer as failed, closes the scheduler and is raised where it is left.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import cast
+
+import anyio
+import attrs
+import numpy as np
+
+from offload.core.batch import Batch, Limits, Piece, State
+from offload.core.kinds import Direction
+from offload.core.machine import (
+    Cancel,
+    Command,
+    Ended,
+    Event,
+    Extend,
+    Failed,
+    Flush,
+    Issue,
+    Landed,
+    Machine,
+    Settle,
+    SettleLayer,
+    Stop,
+    Unblock,
+    Unlock,
+    Watch,
+    Written,
+)
+from offload.core.pages import PagesLike, as_pages
+from offload.counters import Counters
+from offload.driver.base import Driver
+from offload.errors import RequestError, SchedulerClosedError
+from offload.flight import Bell, Flight
+from offload.group import PoolGroup
+from offload.holding import HoldBlock
+from offload.loop import Home
+from offload.parking import Line
+from offload.route import Route
+from offload.statistics import DirectionStatistics, Statistics
+from offload.submit import Desk, Submission
+from offload.timer import Timer
+from offload.trace import ASYNC_LANE, OpenRequest, Tracer
+from offload.trace.forward import ForwardTrace
+from offload.transfer import Transfer
+
+
+@attrs.define(eq=False, repr=False)
+class Shell:
+    """One scheduler's state on its loop. `Scheduler` and `ThreadFace` are the faces of it."""
+
+    group: PoolGroup
+    driver: Driver
+    limits: Limits
+    tracer: Tracer | None
+    desk: Desk
+
+    counters: Counters = attrs.field(factory=Counters)
+    bell: Bell = attrs.field(factory=Bell)
+    closing: bool = False
+    dead: bool = False
+    """The loop has ended under us; nothing will settle any more. Read by waiting threads."""
+
+    fault: BaseException | None = None
+    """Our own, to be raised where the scheduler is left."""
+
+    batches: int = 0
+    """Batches issued."""
+
+    machine: Machine = attrs.field(init=False)
+    line: Line = attrs.field(init=False)
+    home: Home = attrs.field(init=False)
+    timer: Timer = attrs.field(init=False)
+    transfers: dict[int, Transfer] = attrs.field(factory=dict)
+    """Those whose pages are still claimed."""
+
+    _flights: dict[int, Flight] = attrs.field(factory=dict)
+    _arrivals: deque[Flight] = attrs.field(factory=deque)
+    _inbox: deque[Callable[[], None]] = attrs.field(factory=deque)
+    _turn_due: bool = False
+    _changed: list[anyio.Event] = attrs.field(factory=list)
+
+    def open(self) -> None:
+        """Settle on the loop that runs now.
+
+        Raises:
+            RequestError: A pool belongs to a scheduler that is open.
+        """
+        tables = tuple(
+            (member.host.pages.table, member.device.pages.table) for member in self.group.members
+        )
+        self.take_pools(self)
+        self.machine = Machine(self.group.num_layers, tables, self.limits)
+        self.line = Line(self._fits)
+        self.home = Home()
+        self.timer = Timer(self.driver, self.home)
+        if self.tracer is not None:
+            self.tracer.opened(str(self.group.anchor.device.device), self._in_flight)
+
+    def take_pools(self, owner: object | None) -> None:
+        """Make the pools' tables ours, or nobody's.
+
+        Raises:
+            RequestError: One belongs to a scheduler that is open.
+        """
+        pools = [pool for member in self.group.members for pool in (member.device, member.host)]
+        for pool in pools:
+            if owner is not None and pool.pages.table.owner is not None:
+                raise RequestError(
+                    f"{pool!r} belongs to a scheduler that is open. Close that one first, or give "
+                    "each scheduler pools of its own."
+                )
+        for pool in pools:
+            pool.pages.table.owner = owner
+
+    # Submit ---------------------------------------------------------------------------------------
+
+    def admit(self, submission: Submission) -> Transfer:
+        """Give a submission its place in the order. On the loop's thread."""
+        self.take_inbox()
+        if submission.join and (rider := self._join(submission)) is not None:
+            return rider
+        request = submission.request(self.machine.new_id())
+        transfer = Transfer(
+            self, request, submission.submitted_ns, submission.tags, submission.after
+        )
+        counters = self.counters.of(request.direction)
+        if not request.num_pages:
+            counters.admit()
+            counters.withdraw()
+            transfer.settle(State.DONE, None, None)
+            counters.settle()
+            transfer.release()
+            return transfer
+        if request.streaming:
+            transfer.stream()
+        self.handle(request)
+        self.transfers[request.id] = transfer
+        counters.admit()
+        self._gate(request.id, submission)
+        if submission.deadline is not None:
+            self.timer.call_at(submission.deadline, lambda: self._expire(request.id))
+        self.ask_for_turn()
+        return transfer
+
+    def _gate(self, piece: int, submission: Submission) -> None:
+        if submission.hold is not None and not submission.streaming:
+            submission.hold.pieces.append(piece)
+        for mark in submission.marks:
+            mark.watch(lambda: self.post(lambda: self.handle(Unblock(piece))))
+
+    def _join(self, submission: Submission) -> Transfer | None:
+        """Ride on a running load of the same pairs that nothing has come between."""
+        for lead in self.transfers.values():
+            if _same_copy(lead, submission) and self.machine.undisturbed(lead.request):
+                rider = Transfer(
+                    self, lead.request, submission.submitted_ns, submission.tags, submission.after
+                )
+                lead.take(rider)
+                counters = self.counters.of(lead.direction)
+                counters.admit()
+                counters.withdraw()
+                return rider
+        return None
+
+    def submit_nowait(self, submission: Submission) -> Transfer:
+        """Admit a submission, or raise `anyio.WouldBlock` where it would have to wait for room."""
+        self.refuse_closed()
+        if not self.line.open_for(submission.priority, submission.nbytes):
+            raise anyio.WouldBlock
+        return self.admit(submission)
+
+    def hold(self) -> AbstractContextManager[None]:
+        """Keep back what the calling thread submits until the block ends; then it is one batch."""
+        return HoldBlock(self.desk, self.let_go)
+
+    def refuse_closed(self) -> None:
+        """Raise if it is closed, or closing."""
+        if self.closing:
+            raise SchedulerClosedError
+
+    def _fits(self, nbytes: int) -> bool:
+        most, queued = self.limits.max_queued_bytes, self.machine.queued_bytes
+        return most is None or not queued or queued + nbytes <= most
+
+    def _expire(self, request: int) -> None:
+        error = TimeoutError("its deadline passed before it had settled")
+        self.handle(Cancel(request, error))
+        self.ask_for_turn()
+
+    def call_at(self, when: float, act: Callable[[], None]) -> None:
+        """Call `act` when the clock of deadlines passes `when`."""
+        self.timer.call_at(when, act)
+
+    # Acts of a transfer, from any thread ----------------------------------------------------------
+
+    def cancel(self, transfer: Transfer) -> None:
+        """Cancel a transfer; see `Transfer.cancel`."""
+        if not self.home.here:
+            self.post(lambda: self.cancel(transfer))
+            return
+        self.take_inbox()
+        if transfer.done:
+            return
+        if transfer.leave():  # others still want the copy
+            transfer.settle(State.CANCELLED, None, None)
+            self._count(transfer, State.CANCELLED, None)
+        else:
+            self.handle(Cancel(transfer.request.id))
+        self.ask_for_turn()
+
+    def layer_written(self, transfer: Transfer, layer: int) -> None:
+        """See `Transfer.layer_written`."""
+        marks = self.desk.marks("compute")
+        transfer.write(layer)
+
+        def written() -> None:
+            piece = self.machine.new_id()
+            self.handle(Written(transfer.request.id, layer, piece, len(marks)))
+            for mark in marks:
+                mark.watch(lambda: self.post(lambda: self.handle(Unblock(piece))))
+
+        self.post(written)
+
+    def let_go(self, pieces: list[int]) -> None:
+        """Unblock held pieces. Any thread; in order after what that thread has posted."""
+        held, pieces[:] = pieces[:], []
+
+        def go() -> None:
+            for piece in held:
+                self.handle(Unblock(piece))
+
+        if held:
+            self.post(go)
+
+    def check_may_block(self, what: str) -> None:
+        """Raise if blocking this thread would stop the loop that has to end the wait."""
+        if self.home.here and not self.dead:
+            raise RequestError(
+                f"this is the scheduler's own loop thread, and to {what} here would stop the loop. "
+                "Await instead (issued, layer, or the transfer itself), or wait in a worker thread."
+            )
+
+    def note_wait(
+        self, transfer: Transfer, layer: int, start_ns: int, forward: ForwardTrace | None
+    ) -> None:
+        """Count a wait for a layer; `start_ns` is 0 when it did not have to wait. Any thread."""
+        counters, tracer = self.counters.of(transfer.direction), self.tracer
+        if not start_ns:
+            counters.ready()
+            if tracer is not None and tracer.active:
+                tracer.ready()
+            return
+        end = time.perf_counter_ns()
+        counters.waited(end - start_ns)
+        if forward is not None:
+            forward.waited(transfer.request.id, layer, start_ns)
+        elif tracer is not None and tracer.active:
+            tracer.wait(transfer.request.id, transfer.direction, layer, start_ns, end, ASYNC_LANE)
+
+    def now(self) -> float:
+        """Return the time in seconds on the clock of deadlines."""
+        return self.driver.now()
+
+    def statistics(self) -> Statistics:
+        """Return the numbers as they are now."""
+        machine = self.machine
+        return Statistics(
+            load=DirectionStatistics.of(self.counters.load),
+            backup=DirectionStatistics.of(self.counters.backup),
+            queued_requests=machine.queued_requests,
+            queued_bytes=machine.queued_bytes,
+            inflight_requests=machine.inflight_requests,
+            inflight_bytes=machine.inflight_bytes,
+            parked=len(self.line),
+            batches=self.batches,
+        )
+
+    def claimed(self, device_pages: PagesLike, host_pages: PagesLike) -> bool:
+        """Return what `busy` does, without what other threads have posted. Any thread."""
+        anchor = self.group.anchor
+        device = as_pages(device_pages, anchor.device.num_pages, what="device page")
+        host = as_pages(host_pages, anchor.host.num_pages, what="host page")
+        return anchor.device.pages.table.busy(device) or anchor.host.pages.table.busy(host)
+
+    # Turns ----------------------------------------------------------------------------------------
+
+    def post(self, act: Callable[[], None]) -> bool:
+        """Do `act` on the loop's thread, in order with other posts. Any thread."""
+        self._inbox.append(act)
+        return self.ask_for_turn()
+
+    def _report(self, flight: Flight) -> None:
+        """Take note that a flight has news. Any thread; the flag is read before the news is."""
+        if not flight.reported:
+            flight.reported = True
+            self._arrivals.append(flight)
+            self.ask_for_turn()
+
+    def ask_for_turn(self) -> bool:
+        if not self._turn_due:
+            self._turn_due = True
+            if not self.home.post(self._turn):
+                self.dead = True
+                self.bell.ring()
+                return False
+        return True
+
+    def _turn(self) -> None:
+        self._turn_due = False
+        tracer = self.tracer
+        start = time.perf_counter_ns() if tracer is not None and tracer.active else 0
+        try:
+            self.take_inbox()
+            while self._arrivals:
+                self._absorb(self._arrivals.popleft())
+            self.handle(Flush())
+            if self.machine.flushable():
+                self.ask_for_turn()
+            self.line.wake()
+        except BaseException as error:  # noqa: BLE001 - raised where the scheduler is left
+            self._break(error)
+        if tracer is not None and start:
+            tracer.tick(start, time.perf_counter_ns())
+
+    def take_inbox(self) -> None:
+        while self._inbox:
+            self._inbox.popleft()()
+
+    def _absorb(self, flight: Flight) -> None:
+        """Tell the machine what a flight has published since the last time."""
+        flight.reported = False
+        over, error, landed = flight.over, flight.error, flight.landed_layers
+        batch = flight.batch
+        if flight.issue_watched:
+            for transfer in flight.transfers:
+                transfer.wake(flight.issued_layers)
+        if landed > batch.landed:
+            self.handle(Landed(batch.id, landed))
+        if error is not None and not batch.failed:
+            self.handle(Failed(batch.id, error))
+        if over and batch.id in self._flights:
+            del self._flights[batch.id]
+            self.handle(Ended(batch.id))
+            self._notify()
+            self._notify()  # its pages may have been unlocked before: closing waits for batches too
+
+    def handle(self, event: Event) -> None:
+        for command in self.machine.handle(event):
+            self._obey(command)
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case SettleLayer(batch):
+                flight = self._flights[batch.id]
+                for transfer in flight.transfers:
+                    if transfer.watched:
+                        transfer.wake(batch.landed)
+            case Issue(batch):
+                self._issue(batch)
+            case Settle(piece, state):
+                self._settle(piece, state)
+            case Unlock(piece):
+                self._unlock(piece)
+            case Extend(batch):
+                self._flights[batch.id].limit = batch.limit
+                self.driver.stream(batch.direction).kick()
+            case Watch(batch):
+                flight = self._flights[batch.id]
+                flight.watched = True
+                self._report(flight)
+            case Stop(batch):
+                self._flights[batch.id].stopped = True
+                self.driver.stream(batch.direction).kick()
+
+    def _issue(self, batch: Batch) -> None:
+        stream = self.driver.stream(batch.direction)
+        counters = self.counters.of(batch.direction)
+        flight = Flight(
+            batch,
+            cast("Route", batch.route),
+            self.bell,
+            self._report,
+            counters,
+            self.tracer,
+            batch.direction,
+        )
+        self.batches += 1
+        self._flights[batch.id] = flight
+        flight.watched = any(piece.followers for piece in batch.pieces)
+        now = time.perf_counter_ns()
+        for piece in batch.pieces:
+            transfer = self.transfers.get(piece.request.id)
+            if transfer is None:
+                continue
+            transfer.fly(flight, piece)
+            if not transfer.issued_ns:
+                transfer.issued_ns = now
+                counters.issue(transfer.nbytes, now - transfer.submitted_ns)
+        stream.carry(flight)
+
+    def _settle(self, piece: Piece, state: State) -> None:
+        transfer = self.transfers[piece.request.id]
+        flight = self._flights.get(piece.batch.id) if piece.batch is not None else None
+        layer = flight.error_layer if flight is not None and flight.error is not None else None
+        if not transfer.issued_ns:
+            self.counters.of(transfer.direction).withdraw()
+        for each in (transfer, *transfer.riders()):
+            if not each.settled:
+                each.settle(state, piece.error, layer)
+                self._count(each, state, piece.error)
+
+    def _count(self, transfer: Transfer, state: State, error: BaseException | None) -> None:
+        counters = self.counters.of(transfer.direction)
+        counters.settle(failed=error, cancelled=state is State.CANCELLED)
+        self.bell.ring()
+        tracer = self.tracer
+        if tracer is not None and tracer.active:
+            request = transfer.request
+            tracer.request(
+                request.id, request.direction, transfer.submitted_ns, transfer.issued_ns,
+                time.perf_counter_ns(), request.nbytes, request.num_pages, state, transfer.tags,
+            )  # fmt: skip
+
+    def _unlock(self, piece: Piece) -> None:
+        transfer = self.transfers.pop(piece.request.id)
+        counters = self.counters.of(transfer.direction)
+        if transfer.issued_ns:
+            counters.drain(transfer.nbytes)
+        transfer.release()
+        self.bell.ring()
+        self._notify()
+
+    def _notify(self) -> None:
+        changed, self._changed = self._changed, []
+        for event in changed:
+            event.set()
+
+    async def change(self) -> None:
+        """Wait until pages were unlocked, a batch ended, or the scheduler broke."""
+        event = anyio.Event()
+        self._changed.append(event)
+        await event.wait()
+
+    def _break(self, error: BaseException) -> None:
+        """Our own fault: settle everything, refuse everything, and keep the error for whoever leaves."""
+        self.fault = self.fault or error
+        self.closing = True
+        self.line.refuse()
+        for transfer in list(self.transfers.values()):
+            for each in (transfer, *transfer.riders()):
+                each.settle(State.FAILED, error, None)
+        self.bell.ring()
+        self._notify()
+
+    def _in_flight(self) -> list[OpenRequest]:
+        """Return the requests that have not settled, for a trace that is exported now. Any thread."""
+        return [
+            OpenRequest(
+                t.request.id,
+                t.direction,
+                t.submitted_ns,
+                t.issued_ns,
+                t.nbytes,
+                t.request.num_pages,
+                t.tags,
+            )
+            for t in list(self.transfers.values())
+            if not t.done
+        ]
+
+
+def _same_copy(lead: Transfer, submission: Submission) -> bool:
+    """Return whether a running load moves just these pages, in the same order with compute."""
+    request = lead.request
+    if lead.settled or request.direction is not Direction.LOAD or lead.after != submission.after:
+        return False
+    if request.route is not submission.route or len(request.parts) != len(submission.parts):
+        return False
+    return all(
+        np.array_equal(mine.host_pages, theirs.host_pages)
+        and np.array_equal(mine.device_pages, theirs.device_pages)
+        for mine, theirs in zip(request.parts, submission.parts, strict=True)
+    )
