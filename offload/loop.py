@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Callable
 
@@ -18,6 +19,7 @@ class Home:
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
+        self._process = os.getpid()
         self._post = poster()
         self._asyncio = asyncio.get_running_loop() if running_on_asyncio() else None
 
@@ -57,6 +59,7 @@ class Home:
         Raises:
             RequestError: It runs on another thread, or on another loop of this thread.
         """
+        self.check_process(call)
         if threading.get_ident() != self._thread:
             raise RequestError(
                 f"{call} was called on another thread than the scheduler's event loop. Use "
@@ -74,3 +77,16 @@ class Home:
                     f"{call} was called on another event loop than the scheduler's. A scheduler "
                     "belongs to the loop that opened it; open one per loop."
                 )
+
+    def check_process(self, call: str) -> None:
+        """Raise in a process that was forked off: the scheduler's threads stayed in its parent.
+
+        Raises:
+            RequestError: This is not the process that opened the scheduler.
+        """
+        if os.getpid() != self._process:
+            raise RequestError(
+                f"cannot {call} in process {os.getpid()}: the scheduler was opened in process "
+                f"{self._process}, and its threads did not come along when that forked. Open a "
+                "scheduler in this process."
+            )

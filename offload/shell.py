@@ -169,17 +169,23 @@ class Shell:
 
     def _join(self, submission: Submission) -> Transfer | None:
         """Ride on a running load of the same pairs that nothing has come between."""
-        for lead in self.transfers.values():
-            if _same_copy(lead, submission) and self.machine.undisturbed(lead.request):
-                rider = Transfer(
-                    self, lead.request, submission.submitted_ns, submission.tags, submission.after
-                )
-                lead.take(rider)
-                counters = self.counters.of(lead.direction)
-                counters.admit()
-                counters.withdraw()
-                return rider
-        return None
+        first = submission.parts[0]
+        if not len(first.device_pages):
+            return None
+        table = self.group.members[first.member].device.pages.table
+        lead = self.transfers.get(table.last_writer(int(first.device_pages[0])))
+        if lead is None or not _same_copy(lead, submission):
+            return None
+        if not self.machine.undisturbed(lead.request):
+            return None
+        rider = Transfer(
+            self, lead.request, submission.submitted_ns, submission.tags, submission.after
+        )
+        lead.take(rider)
+        counters = self.counters.of(lead.direction)
+        counters.admit()
+        counters.withdraw()
+        return rider
 
     def submit_nowait(self, submission: Submission) -> Transfer:
         """Admit a submission, or raise `anyio.WouldBlock` where it would have to wait for room."""
@@ -253,6 +259,7 @@ class Shell:
 
     def check_may_block(self, what: str) -> None:
         """Raise if blocking this thread would stop the loop that has to end the wait."""
+        self.home.check_process(what)
         if self.home.here and not self.dead:
             raise RequestError(
                 f"this is the scheduler's own loop thread, and to {what} here would stop the loop. "

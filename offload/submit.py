@@ -37,7 +37,7 @@ class Hold:
     pieces: list[int] = attrs.field(factory=list)
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class Submission:
     """A request that passed all checks and has no id yet."""
 

@@ -118,6 +118,10 @@ class HazardTable:
                 else:
                     del self._reading[holder]
 
+    def last_writer(self, page: int) -> int:
+        """Return who claimed a page for writing last, alive or not; -1 for nobody."""
+        return int(self._writer[page])
+
     def last_writer_is(self, holder: int, pages: Pages) -> bool:
         """Return whether no other holder has claimed any of `pages` for writing since `holder` did."""
         with self.mutex:
