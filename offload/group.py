@@ -1,27 +1,25 @@
 """Which pools one request moves: pairs of device and host pools, and how they share pages and layers.
 
 Everything inside works on a group; a single pair is a group of one member. The first member is the
-anchor: the pages of a request are its pages. Other members follow the anchor's pages, by the same ids or
-by a rule, or have pages of their own.
+anchor: the pages of a request are its pages. Other members follow the anchor, or a member before them,
+by the same ids or by a rule; or they have pages of their own. Pages are made and checked once per rule,
+whatever the number of members that share them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
 
 import attrs
-import numpy as np
-from numpy.typing import NDArray
 
 from offload.core.kinds import Direction
-from offload.core.pages import PagesLike, as_pages, first_repeat
-from offload.core.request import Pages, Part
+from offload.core.pages import PageAllocator, PagesLike
+from offload.core.request import Part
 from offload.errors import GeometryError, RequestError, UnknownNameError
+from offload.group_member import Member, PageRule, by_model_layer
+from offload.group_pages import GroupPages, give_all, take_all
 from offload.pool import DevicePool, HostPool, check_pair
-
-PageRule: TypeAlias = Callable[[NDArray[np.int64]], NDArray[np.int64]]
-"""From the anchor's pages to a member's, for host and device pages alike."""
 
 
 @attrs.frozen(eq=False)
@@ -32,7 +30,11 @@ class Pair:
     host: HostPool
 
     pages: Literal["same", "own"] | PageRule = attrs.field(default="same", kw_only=True)
-    """Whose pages it moves: the anchor's ids, its own (given with each request), or a rule's."""
+    """Whose pages it moves: those of the member it follows, its own (given with each request), or
+    what a rule makes of those it follows. `offload.rules` has the usual rules."""
+
+    follows: str | None = attrs.field(default=None, kw_only=True)
+    """The member whose pages these are, or are made from; it stands before this one. None: the anchor."""
 
     layers: Sequence[int] | None = attrs.field(default=None, kw_only=True)
     """The model layer of each of its pool layers; None is 0, 1, 2, ..."""
@@ -56,66 +58,35 @@ class PagePair:
 
 
 @attrs.define(eq=False)
-class Member:
-    """A pair inside a group, with its place among the model's layers."""
+class _Source:
+    """Page pairs of a request that are made once, whichever members share them."""
 
-    index: int
-    name: str
-    device: DevicePool
-    host: HostPool
-    rule: Literal["same", "own"] | PageRule
+    lead: Member
+    """Checks them."""
 
-    pool_layers: tuple[int | None, ...]
-    """By model layer, the pool's own layer; None where this member has none."""
+    taken: _Source | None
+    """The source whose pages the rule takes; None: the caller names the pages."""
 
-    _scratch: dict[bool, Pages] = attrs.field(factory=dict)
+    position: int
+    sharers: list[Member] = attrs.field(factory=list)
+    """Other members with the very same pages and pools as large as the lead's."""
 
-    def check(self, host_pages: PagesLike, device_pages: PagesLike, *, load: bool) -> Part:
-        """Return checked page pairs, copied.
+    smaller: list[Member] = attrs.field(factory=list)
+    """The same, with a smaller pool: their bounds are checked too."""
 
-        Raises:
-            RequestError: Lengths differ, a page is out of range, or a destination repeats.
-        """
-        host = as_pages(host_pages, self.host.num_pages, what="host page")
-        device = as_pages(device_pages, self.device.num_pages, what="device page")
-        if len(host) != len(device):
-            raise RequestError.lengths(host_pages=len(host), device_pages=len(device))
-        if len(host) > 1:
-            target, source = (device, host) if load else (host, device)
-            self._check_distinct(target, source, load=load)
-        return Part(self.index, host, device)
+    def add(self, member: Member) -> None:
+        """Let another member share these pages."""
+        (self.sharers if member.holds(self.lead) else self.smaller).append(member)
 
-    def _check_distinct(self, target: Pages, source: Pages, *, load: bool) -> None:
-        """Raise if a destination page appears twice."""
-        if len(target) <= _FEW and len(set(target.tolist())) == len(target):
-            return
-        pool = self.device if load else self.host
-        with pool.pages.table.mutex:
-            scratch = self._scratch.get(load)
-            if scratch is None:
-                scratch = self._scratch[load] = np.zeros(pool.num_pages, np.int64)
-            first = first_repeat(target, scratch)
-        if first is None:
-            return
-        page = int(target[first])
-        again = first + 1 + int(np.flatnonzero(target[first + 1 :] == page)[0])
-        raise RequestError.written_twice(
-            "load" if load else "backup",
-            page=page,
-            sources=(int(source[first]), int(source[again])),
-            position=again,
-        )
-
-
-_FEW = 12
-"""Pages up to which a set is quicker than the scratch array."""
+    def serves(self, taken: _Source, rule: object) -> bool:
+        """Return whether these are the pages that a rule makes of those of `taken`."""
+        return self.taken is taken and bool(self.lead.rule == rule)
 
 
 class PoolGroup:
     """Pairs of pools that one request moves together.
 
-    Layer `i` of a transfer has landed when every member that has a layer `i` has landed it. Members with
-    `pages="same"`, or a rule, follow the first one, the anchor.
+    Layer `i` of a transfer has landed when every member that has a layer `i` has landed it.
 
     Args:
         layer_names: Names of the model's layers; every call that takes a layer takes either. The
@@ -124,6 +95,7 @@ class PoolGroup:
 
     Raises:
         GeometryError: The pools of a pair differ, or a layer map does not fit.
+        UnknownNameError: A member follows one that does not stand before it.
     """
 
     def __init__(self, *, layer_names: Sequence[str] | None = None, **members: Pair) -> None:
@@ -138,11 +110,13 @@ class PoolGroup:
                 pair.device,
                 pair.host,
                 "same" if index == 0 else pair.pages,
-                tuple(_inverse(name, maps[name], self.num_layers)),
+                by_model_layer(name, maps[name], self.num_layers),
             )
             for index, (name, pair) in enumerate(members.items())
         )
-        self._own = {m.name for m in self.members if m.rule == "own"}
+        self._page_bytes = [member.device.spec.page_bytes for member in self.members]
+        self._sources = _sources(self.members, members)
+        self._own = {m.name: m for m in self.members if m.rule == "own"}
         anchor = self.members[0].device.spec.layer_names
         if layer_names is None and anchor and len(anchor) == self.num_layers:
             layer_names = anchor
@@ -191,40 +165,84 @@ class PoolGroup:
             UnknownNameError: `members` names one that takes no pages of its own.
         """
         load = direction is Direction.LOAD
-        first = self.members[0].check(host_pages, device_pages, load=load)
         if len(self.members) == 1 and not members:
-            return (first,)
-        own = members or {}
-        for name in own:
-            if name not in self._own:
-                raise UnknownNameError("member with pages of its own", name, sorted(self._own))
-        rest = (_follow(member, first, own, load=load) for member in self.members[1:])
-        return (first, *rest)
+            return (self.members[0].check(host_pages, device_pages, load=load),)
+        own = {} if members is None else members
+        self._check_own(own)
+        named = {self.members[0].name: PagePair(host_pages, device_pages), **own}
+        made: list[Part] = []
+        parts: list[Part | None] = [None] * len(self.members)
+        for source in self._sources:
+            lead = source.lead
+            if source.taken is None:
+                part = _named(lead, named, load=load)
+            else:
+                assert not isinstance(lead.rule, str)
+                before = made[source.taken.position]
+                host, device = lead.rule(before.host_pages), lead.rule(before.device_pages)
+                part = lead.check(host, device, load=load)
+            made.append(part)
+            parts[lead.index] = part
+            for member in source.sharers:
+                parts[member.index] = Part(member.index, part.host_pages, part.device_pages)
+            for member in source.smaller:
+                parts[member.index] = member.share(part)
+        return tuple(part for part in parts if part is not None)
 
     def nbytes(self, parts: Sequence[Part]) -> int:
         """Return the bytes that these page pairs move over all layers."""
-        members = self.members
-        return sum(
-            len(part.host_pages) * members[part.member].device.spec.page_bytes for part in parts
+        each = self._page_bytes
+        return sum(len(part.host_pages) * each[part.member] for part in parts)
+
+    def alloc(
+        self, side: Literal["host", "device"], n: int, members: Mapping[str, int] | None = None
+    ) -> GroupPages:
+        """Take pages on one side of every member, all or nothing.
+
+        Args:
+            n: Pages of the anchor. Members that follow it use the same ids, and take none.
+            members: How many pages of each member that has its own; one that is left out takes none.
+
+        Raises:
+            OutOfPagesError: A pool has too few; names its member. No page was taken.
+            UnknownNameError: `members` names one that has no pages of its own.
+        """
+        counts = {} if members is None else members
+        self._check_own(counts)
+        names = [self.anchor.name, *self._own]
+        numbers = [n, *(counts.get(name, 0) for name in self._own)]
+        anchor, *own = take_all(
+            [
+                (name, self._allocator(side, name), number)
+                for name, number in zip(names, numbers, strict=True)
+            ]
         )
+        return GroupPages(anchor, dict(zip(self._own, own, strict=True)))
+
+    def free(self, side: Literal["host", "device"], pages: GroupPages) -> None:
+        """Give back pages of every member, all or nothing; locked ones are handed out after their unlock.
+
+        Raises:
+            RequestError: A page is not allocated, or is given twice. No page was freed.
+            UnknownNameError: `pages` names a member that has none of its own.
+        """
+        self._check_own(pages.own)
+        named = {self.anchor.name: pages.anchor, **pages.own}
+        give_all([(self._allocator(side, name), ids) for name, ids in named.items()])
+
+    def _allocator(self, side: Literal["host", "device"], name: str) -> PageAllocator:
+        member = self._own.get(name, self.anchor)
+        return (member.host if side == "host" else member.device).pages
+
+    def _check_own(self, names: Iterable[str]) -> None:
+        for name in names:
+            if name not in self._own:
+                raise UnknownNameError("member with pages of its own", name, sorted(self._own))
 
 
-def _follow(member: Member, anchor: Part, own: Mapping[str, PagePair], *, load: bool) -> Part:
-    """Return a member's page pairs: the anchor's, a rule's, or its own."""
-    if member.rule == "same":
-        for what, pages, pool in (
-            ("host page", anchor.host_pages, member.host),
-            ("device page", anchor.device_pages, member.device),
-        ):
-            if len(pages) and int(pages.max()) >= pool.num_pages:
-                as_pages(pages, pool.num_pages, what=f"{member.name} {what}")
-        # The very same arrays: whoever plans the copy sees that one plan serves both.
-        return Part(member.index, anchor.host_pages, anchor.device_pages)
-    if not isinstance(member.rule, str):
-        return member.check(
-            member.rule(anchor.host_pages), member.rule(anchor.device_pages), load=load
-        )
-    pair = own.get(member.name)
+def _named(member: Member, named: Mapping[str, PagePair], *, load: bool) -> Part:
+    """Return the page pairs that the caller named for a member."""
+    pair = named.get(member.name)
     if pair is None:
         raise RequestError(
             f"member {member.name!r} has pages of its own and got none. Pass "
@@ -233,18 +251,33 @@ def _follow(member: Member, anchor: Part, own: Mapping[str, PagePair], *, load: 
     return member.check(pair.host_pages, pair.device_pages, load=load)
 
 
+def _sources(members: Sequence[Member], pairs: Mapping[str, Pair]) -> list[_Source]:
+    """Return what a request's pages are made from, each before those that follow it.
+
+    Raises:
+        UnknownNameError: A member follows one that does not stand before it.
+    """
+    sources: list[_Source] = []
+    of: dict[str, _Source] = {}
+    for member in members:
+        pair = pairs[member.name]
+        taken = None
+        if member.index and member.rule != "own":
+            follows = members[0].name if pair.follows is None else pair.follows
+            if follows not in of:
+                raise UnknownNameError(f"member before {member.name!r}", follows, of)
+            taken = of[follows]
+        found = taken if member.rule == "same" else None
+        if taken is not None and found is None:
+            found = next((each for each in sources if each.serves(taken, member.rule)), None)
+        if found is None:
+            found = _Source(member, taken, len(sources))
+            sources.append(found)
+        else:
+            found.add(member)
+        of[member.name] = found
+    return sources
+
+
 def _layers(pair: Pair) -> list[int]:
     return list(range(pair.device.num_layers) if pair.layers is None else pair.layers)
-
-
-def _inverse(name: str, layers: Sequence[int], num_layers: int) -> list[int | None]:
-    found: list[int | None] = [None] * num_layers
-    for pool_layer, layer in enumerate(layers):
-        if layer < 0 or found[layer] is not None:
-            raise GeometryError(
-                f"layers= of member {name!r}",
-                expected={"layers": "distinct layers of the model, from 0"},
-                got={"layers": list(layers)},
-            )
-        found[layer] = pool_layer
-    return found

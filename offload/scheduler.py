@@ -115,10 +115,11 @@ class Scheduler:
                 self._shell.handle(Cancel(piece.request.id))
 
     async def _until_quiet(self) -> None:
-        while self._shell.machine.pending() and self._shell.fault is None:
-            await self._shell.driver.quiesce()
-            if self._shell.machine.pending() and self._shell.fault is None:
-                await self._shell.change()
+        shell = self._shell
+        while shell.working:
+            await shell.driver.quiesce()
+            if shell.working:
+                await shell.change()
 
     # Submit ------------------------------------------------------------------------------------------
 

@@ -82,6 +82,9 @@ class Shell:
     fault: BaseException | None = None
     """Our own, to be raised where the scheduler is left."""
 
+    lost: BaseException | None = None
+    """What ended the device: nothing more is decided, and its pages stay claimed for ever."""
+
     batches: int = 0
     """Batches issued."""
 
@@ -198,10 +201,15 @@ class Shell:
         """Keep back what the calling thread submits until the block ends; then it is one batch."""
         return HoldBlock(self.desk, self.let_go)
 
+    @property
+    def working(self) -> bool:
+        """Whether anything is still to be decided or to land."""
+        return self.lost is None and self.fault is None and self.machine.pending()
+
     def refuse_closed(self) -> None:
         """Raise if it is closed, or closing."""
         if self.closing:
-            raise SchedulerClosedError
+            raise SchedulerClosedError from self.lost
 
     def _fits(self, nbytes: int) -> bool:
         most, queued = self.limits.max_queued_bytes, self.machine.queued_bytes
@@ -336,6 +344,9 @@ class Shell:
         tracer = self.tracer
         start = time.perf_counter_ns() if tracer is not None and tracer.active else 0
         try:
+            if self.driver.lost is not None and self.lost is None:
+                self.lost = self.driver.lost
+                self._give_up(self.lost)
             self.take_inbox()
             while self._arrivals:
                 self._absorb(self._arrivals.popleft())
@@ -371,8 +382,9 @@ class Shell:
             self._notify()  # its pages may have been unlocked before: closing waits for batches too
 
     def handle(self, event: Event) -> None:
-        for command in self.machine.handle(event):
-            self._obey(command)
+        if self.lost is None and self.fault is None:
+            for command in self.machine.handle(event):
+                self._obey(command)
 
     def _obey(self, command: Command) -> None:
         match command:
@@ -468,13 +480,19 @@ class Shell:
         await event.wait()
 
     def _break(self, error: BaseException) -> None:
-        """Our own fault: settle everything, refuse everything, and keep the error for whoever leaves."""
+        """Our own fault: it is raised to whoever leaves the scheduler."""
         self.fault = self.fault or error
+        self._give_up(error)
+
+    def _give_up(self, error: BaseException) -> None:
+        """Settle everything as failed and refuse everything; no page is unlocked any more."""
         self.closing = True
         self.line.refuse()
         for transfer in list(self.transfers.values()):
             for each in (transfer, *transfer.riders()):
-                each.settle(State.FAILED, error, None)
+                if not each.settled:
+                    each.settle(State.FAILED, error, None)
+                    self._count(each, State.FAILED, error)
         self.bell.ring()
         self._notify()
 

@@ -140,6 +140,10 @@ class Driver(Protocol):
     fences: bool
     """Whether `fence` orders a compute stream. False: compute is the calling thread, and a fence waits."""
 
+    @property
+    def lost(self) -> BaseException | None:
+        """What ended the device, so that nothing on it will ever be seen to end; else None."""
+
     def stream(self, name: str) -> Stream:
         """Return the stream of that name, `load` or `backup`, made on first use."""
 

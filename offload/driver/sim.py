@@ -56,6 +56,7 @@ class SimDriver:
 
     name = "sim"
     fences = True
+    lost = None
 
     def __init__(
         self,

@@ -60,6 +60,7 @@ class ThreadsDriver:
 
     name = "threads"
     fences = False
+    lost = None
 
     def __init__(
         self,
