@@ -22,15 +22,15 @@ that an export holds no more than the snapshot and a few lists of indices.
 from __future__ import annotations
 
 import heapq
-import json
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Final, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import Final, TypeAlias
 
 from offload.trace import lanes
-from offload.trace.jsontext import arguments, us
+from offload.trace.joins import readers_of, requests_of
+from offload.trace.jsontext import arguments, quoted, us
 from offload.trace.layout import Placement, place
-from offload.trace.records import ASYNC_LANE, UNKNOWN, Copy, Layer, Request, Tags
-from offload.trace.timeline import CopyLookup, Timeline, requests_of
+from offload.trace.records import ASYNC_LANE, UNKNOWN, Copy, Request, Tags, Wait
+from offload.trace.timeline import Timeline
 
 SCHEMA: Final = 1
 FIRST_PID: Final = 10_000_000
@@ -83,7 +83,7 @@ class _Writer:
         self._requests = {one.request: one for one in timeline.requests}
         self._by_issue = [i for i, copy in enumerate(timeline.copies) if copy.issue]
         self._by_issue.sort(key=lambda i: timeline.copies[i].issue)
-        self._edges = list(_consumers(timeline))
+        self._edges = list(readers_of(timeline))
         self._consumed = {copy for copy, _, first in self._edges if first}
 
     def sources(self) -> list[Iterator[Event]]:
@@ -113,7 +113,7 @@ class _Writer:
     def metadata(self) -> Iterator[str]:
         """Name and order the process and its lanes."""
         t = self._t
-        label = json.dumps(f"offload rank{t.rank} {t.device}".rstrip())
+        label = quoted(f"offload rank{t.rank} {t.device}".rstrip())
         yield self._meta("process_name", 0, f'"name":{label}')
         yield self._meta("process_labels", 0, '"labels":"KV offload"')
         yield self._meta("process_sort_index", 0, f'"sort_index":{SORT_INDEX + t.rank}')
@@ -209,7 +209,7 @@ class _Writer:
         dur = one.end - one.start
         text = (
             f'"layer":{one.layer},"batch":{one.batch},"nbytes":{one.nbytes},"ops":{one.ops},'
-            f'"transfers":{one.transfers},"cuda_stream":{json.dumps(one.stream)}'
+            f'"transfers":{one.transfers},"cuda_stream":{quoted(one.stream)}'
         )
         if dur:
             text += f',"gbps":{one.nbytes / dur:.3f}'
@@ -228,7 +228,7 @@ class _Writer:
             text += f',"pages":{sum(pages)}'
         tags = [_tag_text(self._requests[i].tags) for i in ids if i in self._requests]
         if any(tags):
-            text += f',"tags":{json.dumps("; ".join(filter(None, tags)))}'
+            text += f',"tags":{quoted("; ".join(filter(None, tags)))}'
         return text
 
     # ---- spans that cross an await ---------------------------------------------------------------
@@ -276,7 +276,7 @@ class _Writer:
             name = _layered("await", one.layer)
             yield self._span("e", "await", ident, name, one.end, ASYNC + 2)
 
-    def _awaits(self) -> Iterator[tuple[int, Any]]:
+    def _awaits(self) -> Iterator[tuple[int, Wait]]:
         return ((i + 1, wait) for i, wait in enumerate(self._t.waits) if wait.lane == ASYNC_LANE)
 
     # ---- flows -----------------------------------------------------------------------------------
@@ -336,7 +336,7 @@ class _Writer:
         return (
             at,
             COUNT,
-            f'{{"ph":"C","name":{json.dumps(name)},"pid":{self._pid},"ts":{us(at)},"args":{{{values}}}}}',
+            f'{{"ph":"C","name":{quoted(name)},"pid":{self._pid},"ts":{us(at)},"args":{{{values}}}}}',
         )
 
     def _bytes_in_flight(self) -> Iterator[Event]:
@@ -370,32 +370,11 @@ class _Writer:
                 at,
                 INSTANT,
                 (
-                    f'{{"ph":"i","s":"t","cat":"offload.event","name":{json.dumps(one.name)},'
+                    f'{{"ph":"i","s":"t","cat":"offload.event","name":{quoted(one.name)},'
                     f'"pid":{self._pid},"tid":{lanes.SCHEDULER},"ts":{us(at)},'
                     f'"args":{{{arguments(one.args or {})}}}}}'
                 ),
             )
-
-
-def _consumers(timeline: Timeline) -> Iterator[tuple[int, int, bool]]:
-    """Yield `(copy, layer, whether it is the copy's first reader)`, in the order of the layers' start."""
-    lookup = CopyLookup(timeline.copies, timeline.plans)
-    seen: set[int] = set()
-    for index, layer in enumerate(timeline.layers):
-        for copy in _read_by(layer, lookup):
-            yield _edge(copy, index, seen)
-
-
-def _edge(copy: int, layer: int, seen: set[int]) -> tuple[int, int, bool]:
-    """Return the edge, and remember that the copy has a reader."""
-    first = copy not in seen
-    seen.add(copy)
-    return copy, layer, first
-
-
-def _read_by(layer: Layer, lookup: CopyLookup) -> list[int]:
-    found = {lookup.last_before(request, layer.layer, layer.start) for request in layer.requests}
-    return sorted(index for index in found if index is not None)
 
 
 def _left_queue(request: Request) -> int:
@@ -421,7 +400,7 @@ def _wait_args(layer: int, request: int, queued: int, length: int) -> str:
 def _request_args(one: Request) -> str:
     text = (
         f'"request":{one.request},"direction":"{one.direction}","nbytes":{one.nbytes},'
-        f'"pages":{one.pages},"outcome":{json.dumps(one.outcome)}'
+        f'"pages":{one.pages},"outcome":{quoted(one.outcome)}'
     )
     if one.issued:
         text += f',"queue_us":{us(max(0, one.issued - one.start))}'
@@ -434,31 +413,3 @@ def _request_args(one: Request) -> str:
 
 def _tag_text(tags: Tags | None) -> str:
     return ", ".join(f"{key}={value}" for key, value in (tags or {}).items())
-
-
-def header(timeline: Timeline) -> str:
-    """Return the file's opening, up to the events."""
-    facts: dict[str, Any] = {
-        "offload.schema": SCHEMA,
-        "offload.t0_unix_ns": timeline.unix_ns(timeline.origin_ns),
-        "offload.ring_full": int(timeline.dropped > 0),
-        "offload.dropped": timeline.dropped,
-        "offload.records": timeline.records,
-        "offload.ready_waits": timeline.ready,
-        "offload.rank": timeline.rank,
-        "offload.device": timeline.device,
-    }
-    return (
-        f'{{"displayTimeUnit":"ns","schemaVersion":1,"distributedInfo":{{"rank": {timeline.rank}}},\n'
-        f'"metadata":{json.dumps(facts)},\n"traceEvents":[\n'
-    )
-
-
-def lines(timeline: Timeline) -> Iterable[str]:
-    """Yield a whole trace file in pieces."""
-    yield header(timeline)
-    separator = ""
-    for text in events(timeline):
-        yield separator + text
-        separator = ",\n"
-    yield "\n]}\n"

@@ -34,10 +34,15 @@ def us(ns: int) -> str:
     return f"{ns // 1000}.{ns % 1000:03d}"
 
 
+def quoted(value: str) -> str:
+    """Return a string of any content as JSON. Not escaped to ASCII: Perfetto v52 shows such escapes as they are."""
+    return json.dumps(value, ensure_ascii=False)
+
+
 def arguments(values: Mapping[str, Any], prefix: str = "") -> str:
     """Return the inside of an `args` object from values of unknown origin: scalars, finite, no reserved key."""
     return ",".join(
-        f"{json.dumps(_key(prefix + str(key)))}:{_scalar(value)}" for key, value in values.items()
+        f"{quoted(_key(prefix + str(key)))}:{_scalar(value)}" for key, value in values.items()
     )
 
 
@@ -50,4 +55,4 @@ def _scalar(value: Any) -> str:
         return json.dumps(value)
     if isinstance(value, float) and value - value == 0.0:
         return json.dumps(value)
-    return json.dumps(str(value))
+    return quoted(str(value))

@@ -24,8 +24,8 @@ ROW: Final = 34
 GAP: Final = 8
 MIN_PIXELS: Final = 0.4
 """Slices narrower than this are drawn together with their neighbours: a long run stays a small file."""
-LABEL_PIXELS: Final = 30
-"""A slice gets its text from this width on."""
+LETTER_PIXELS: Final = 7
+"""A slice gets its text when it is this much wide for each letter, and one more."""
 
 INK, QUIET, GRID, PAPER, BED = "#1f2933", "#64748b", "#e2e8f0", "#ffffff", "#f4f6f9"
 STALL: Final = "#dc2626"
@@ -152,7 +152,7 @@ class _Canvas:
             f"  ·  {report.coalescing:.1f}x coalesced"
         )
         yield (
-            f'<text x="{LEFT}" y="30" font-size="16" fill="{INK}"><tspan font-weight="700" '
+            f'<text x="24" y="30" font-size="16" fill="{INK}"><tspan font-weight="700" '
             f'fill="{STALL}">{stalled}</tspan>{escape(rest)}</text>'
         )
 
@@ -178,13 +178,14 @@ class _Canvas:
             yield from self._box(y, one)
 
     def _merged(self, slices: Iterable[Slice]) -> Iterator[Slice]:
-        """Join slices too narrow to see with their neighbours of the same colour family, steps first."""
+        """Join slices too narrow to see with their neighbours; steps lie below, stalls above the rest."""
         narrow: Slice | None = None
-        for one in sorted(slices, key=lambda item: (item[2] == STALL, item[2] != STEP, item[0])):
+        for one in sorted(slices, key=lambda item: (_depth(item), item[0])):
             if (one[1] - one[0]) * self._scale >= MIN_PIXELS:
                 yield one
                 continue
-            if narrow and narrow[2] == one[2] and (one[0] - narrow[1]) * self._scale < MIN_PIXELS:
+            apart = (one[0] - narrow[1]) * self._scale if narrow else 0.0
+            if narrow and _depth(narrow) == _depth(one) and apart < MIN_PIXELS:
                 narrow = narrow[0], one[1], narrow[2], "", "several"
                 continue
             if narrow:
@@ -201,7 +202,7 @@ class _Canvas:
             f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{ROW}" fill="{colour}">'
             f"<title>{escape(tip)}</title></rect>"
         )
-        if label and width >= LABEL_PIXELS:
+        if label and width >= LETTER_PIXELS * (len(label) + 1):
             yield (
                 f'<text x="{x + width / 2:.1f}" y="{y + ROW / 2 + 4}" font-size="11" '
                 f'text-anchor="middle" fill="#ffffff" pointer-events="none">{escape(label)}</text>'
@@ -218,7 +219,7 @@ class _Canvas:
         ):
             yield f'<rect x="{x}" y="{y - 10}" width="12" height="12" rx="2" fill="{colour}"/>'
             yield f'<text x="{x + 18}" y="{y}" font-size="12" fill="{QUIET}">{text}</text>'
-            x += 44 + round(6.4 * len(text))
+            x += 42 + round(5.9 * len(text))
 
 
 def _layer(one: Layer) -> Slice:
@@ -236,6 +237,10 @@ def _copy(one: Copy) -> Slice:
     dur = one.end - one.start
     tip = f"{one.direction} layer {one.layer}: {_duration(dur)}, {one.nbytes / 1e6:.2f} MB"
     return one.start, one.end, colours[one.layer % 2], f"L{one.layer}", tip
+
+
+def _depth(one: Slice) -> int:
+    return 0 if one[2] == STEP else 2 if one[2] == STALL else 1
 
 
 def _duration(ns: int) -> str:

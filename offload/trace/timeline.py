@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import attrs
 
 from offload.trace import records as r
 from offload.trace.clock import Anchor
+from offload.trace.joins import CopyLookup
 from offload.trace.records import (
     Copy,
     Counter,
@@ -112,45 +111,3 @@ class Timeline:
         """Return the wall clock at `perf_ns`, by the anchor nearest to it."""
         anchor = min(self.anchors, key=lambda one: abs(one.perf_ns - perf_ns))
         return anchor.unix_ns + (perf_ns - anchor.perf_ns)
-
-
-class CopyLookup:
-    """Finds the copy that brought a layer of a request."""
-
-    def __init__(self, copies: Sequence[Copy], plans: Sequence[Plan]) -> None:
-        self._copies = copies
-        self._batches: dict[int, list[int]] = defaultdict(list)
-        self._by_key: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for plan in plans:
-            for request in plan.requests:
-                self._batches[request].append(plan.batch)
-        for index, copy in enumerate(copies):
-            self._by_key[copy.batch, copy.layer].append(index)
-
-    def known(self, request: int) -> bool:
-        """Return whether the recording tells in which batch a request went."""
-        return request in self._batches
-
-    def last_before(self, request: int, layer: int, ns: int) -> int | None:
-        """Return the index of the latest copy of that layer that had started by `ns`."""
-        best: int | None = None
-        for batch in self._batches.get(request, ()):
-            indices = self._by_key.get((batch, layer), ())
-            at = bisect_right(indices, ns, key=lambda index: self._copies[index].start)
-            if at and (best is None or indices[at - 1] > best):
-                best = indices[at - 1]
-        return best
-
-    def queued(self, wait: Wait) -> int:
-        """Return how much of a wait had passed when its copy started; all of it when it never did."""
-        if not self.known(wait.request) or wait.layer < 0:
-            return r.UNKNOWN
-        index = self.last_before(wait.request, wait.layer, wait.end)
-        if index is None:
-            return wait.end - wait.start
-        return max(0, self._copies[index].start - wait.start)
-
-
-def requests_of(plans: Iterable[Plan]) -> Mapping[int, tuple[int, ...]]:
-    """Return which requests each batch carried."""
-    return {plan.batch: plan.requests for plan in plans}
