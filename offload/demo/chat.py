@@ -21,11 +21,11 @@ class Tokenizer(Protocol):
 
     def apply_chat_template(
         self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
-    ) -> str: ...
+    ) -> object: ...
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> object: ...
 
 
 @attrs.define(eq=False)
@@ -56,11 +56,16 @@ class Conversation:
         """Append an answer. Its end mark belongs to the next turn's template."""
         self.ids += [token for token in tokens if token != self.tokenizer.eos_token_id]
 
+    def text_of(self, tokens: tuple[int, ...]) -> str:
+        """Return an answer as text."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
     def _render(self, messages: list[tuple[str, str]]) -> str:
         conversation = [{"role": role, "content": content} for role, content in messages]
-        return self.tokenizer.apply_chat_template(
+        rendered = self.tokenizer.apply_chat_template(
             conversation, tokenize=False, add_generation_prompt=True
         )
+        return str(rendered)
 
 
 @attrs.frozen

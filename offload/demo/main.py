@@ -52,8 +52,8 @@ def main(options: Options) -> int:
         print(f"offload demo: {error}", file=sys.stderr)
         return 2
     torch.set_num_threads(1)  # One core computes, another copies; with two, they fight.
-    transformers.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+    transformers.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     print(
         "Weights: SmolLM2-135M-Instruct. The first start converts them (half a minute).", flush=True
     )

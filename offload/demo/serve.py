@@ -29,7 +29,7 @@ class Audience(Protocol):
     def told(self, chat: str, turn: int, tokens: int, limit: int) -> None:
         """Hear of one more token, on the thread that computes."""
 
-    def finished(self, chat: str, turn: int, ttft_s: float) -> None:
+    def finished(self, chat: str, turn: int, ttft_s: float, text: str) -> None:
         """Hear of a finished turn."""
 
 
@@ -147,6 +147,7 @@ class Server:
             await transfer
         conversation.reply(said.tokens)
         return self._finished(
+            served,
             Turn(
                 chat=served.prompt.name,
                 turn=turn + 1,
@@ -156,11 +157,12 @@ class Server:
                 ttft_s=said.first_token - started,
                 bytes_loaded=transfer.nbytes if transfer is not None else 0,
                 stall_s=(session.waited_ns - waited_ns) / 1e9,
-            )
+            ),
         )
 
-    def _finished(self, turn: Turn) -> Turn:
-        self.audience.finished(turn.chat, turn.turn, turn.ttft_s)
+    def _finished(self, served: Served, turn: Turn) -> Turn:
+        text = served.conversation.text_of(turn.answer.tokens)
+        self.audience.finished(turn.chat, turn.turn, turn.ttft_s, text)
         return turn
 
     async def _evict(self, served: Served, room: anyio.Semaphore) -> None:
@@ -186,7 +188,7 @@ class Server:
             said = await self._forward(served, turn, partial(answer, self.model, cache, ids))
             name = served.prompt.name
             ttft_s = said.first_token - started
-            done.append(self._finished(Turn(name, turn + 1, 0, len(ids), said, ttft_s)))
+            done.append(self._finished(served, Turn(name, turn + 1, 0, len(ids), said, ttft_s)))
             served.conversation.reply(replies[name, turn + 1])
         return done
 

@@ -45,15 +45,23 @@ def report(results: Results) -> str:
         HEADER,
         *(row_line(row) for row in results.turns),
         "",
-        f"Time to first token, all turns: {totals.ttft_recomputed_s:.2f} s recomputed, "
-        f"{totals.ttft_resident_s:.2f} s resident, {totals.ttft_loaded_s:.2f} s loaded.",
-        f"Turns with a prefix, median: {totals.median_speedup:.1f}x sooner than recomputed; "
-        f"loaded / resident {totals.median_loaded_vs_resident:.3f}.",
-        f"Loaded {totals.bytes_loaded / MIB:.1f} MiB; forwards waited {totals.stall_s * 1e3:.1f} ms "
-        f"for it in all. Longest gap of the event loop: {results.longest_loop_gap_s * 1e3:.1f} ms.",
+        (
+            f"Time to first token, all turns: {totals.ttft_recomputed_s:.2f} s recomputed, "
+            f"{totals.ttft_resident_s:.2f} s resident, {totals.ttft_loaded_s:.2f} s loaded."
+        ),
+        (
+            f"Turns with a prefix, median: {totals.median_speedup:.1f}x sooner than recomputed; "
+            f"loaded / resident {totals.median_loaded_vs_resident:.3f}."
+        ),
+        (
+            f"Loaded {totals.bytes_loaded / MIB:.1f} MiB; forwards waited {totals.stall_s * 1e3:.1f} ms "
+            f"for it in all. Longest gap of the event loop: {results.longest_loop_gap_s * 1e3:.1f} ms."
+        ),
         verdict,
-        f"Recomputed text is the same in {totals.recomputed_text_equal} of {totals.turns} turns "
-        "(other chunk shapes round differently).",
+        (
+            f"Recomputed text is the same in {totals.recomputed_text_equal} of {totals.turns} turns "
+            "(other chunk shapes round differently)."
+        ),
     ]
     return "\n".join(lines)
 
@@ -82,12 +90,12 @@ class Progress:
             self.stream.write(f"\r\x1b[K{line}{tokens}/{limit} tokens")
             self.stream.flush()
 
-    def finished(self, chat: str, turn: int, ttft_s: float) -> None:
+    def finished(self, chat: str, turn: int, ttft_s: float, text: str) -> None:
         """Count a turn as finished."""
         self._finished += 1
         line = (
             f"{self.way:<10} {self._finished:>2}/{self.turns}  {chat} turn {turn}: "
-            f"first token after {ttft_s * 1e3:.0f} ms"
+            f"{ttft_s * 1e3:.0f} ms, {' '.join(text.split())[:60]!r}"
         )
         self.stream.write(f"\r\x1b[K{line}" if self.stream.isatty() else f"{line}\n")
         self.stream.flush()
