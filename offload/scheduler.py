@@ -21,6 +21,7 @@ from offload.core.machine import (
     Cancel,
 )
 from offload.core.pages import PagesLike
+from offload.errors import SchedulerClosedError
 from offload.group import PagePair, PoolGroup
 from offload.shell import Shell
 from offload.statistics import Statistics
@@ -289,9 +290,15 @@ class Scheduler:
         return self._shell.claimed(device_pages, host_pages)
 
     async def idle(self, *, device_pages: PagesLike = (), host_pages: PagesLike = ()) -> None:
-        """Wait until these pages are free of traffic, whatever became of the transfers."""
+        """Wait until these pages are free of traffic, whatever became of the transfers.
+
+        Raises:
+            SchedulerClosedError: The device is lost, and they never will be.
+        """
         await checkpoint()
         while self.busy(device_pages=device_pages, host_pages=host_pages):
+            if self._shell.stuck is not None:
+                raise SchedulerClosedError("wait for idle pages") from self._shell.stuck
             await self._shell.change()
 
     def statistics(self) -> Statistics:

@@ -202,9 +202,14 @@ class Shell:
         return HoldBlock(self.desk, self.let_go)
 
     @property
+    def stuck(self) -> BaseException | None:
+        """What ended the device or broke us, so that pages are never unlocked any more; else None."""
+        return self.lost or self.fault
+
+    @property
     def working(self) -> bool:
         """Whether anything is still to be decided or to land."""
-        return self.lost is None and self.fault is None and self.machine.pending()
+        return self.stuck is None and self.machine.pending()
 
     def refuse_closed(self) -> None:
         """Raise if it is closed, or closing."""
@@ -382,7 +387,7 @@ class Shell:
             self._notify()  # its pages may have been unlocked before: closing waits for batches too
 
     def handle(self, event: Event) -> None:
-        if self.lost is None and self.fault is None:
+        if self.stuck is None:
             for command in self.machine.handle(event):
                 self._obey(command)
 

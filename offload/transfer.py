@@ -157,8 +157,14 @@ class Transfer:
         self.note(index, start if suspended else 0)
 
     async def source_reusable(self) -> None:
-        """Wait until no copy of it can read its source pages any more, however it ended."""
-        await self._until(_RELEASED, lambda: self._released)
+        """Wait until no copy of it can read its source pages any more, however it ended.
+
+        Raises:
+            TransferFailed: The device is lost: that can never be known.
+        """
+        await self._until(_RELEASED, lambda: self._released or self._shell.stuck is not None)
+        if not self._released:
+            raise TransferFailed(f"{self.direction} {self.id}", cause=self._shell.stuck)
 
     async def _until(self, what: int, reached: Callable[[], bool]) -> bool:
         """Suspend until `reached()`, or until it is known to be over; return whether it suspended."""
