@@ -11,6 +11,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from offload.errors import RequestError
+from offload.trace import Tracer
 from offload.trace.forward import ForwardTrace
 from offload.transfer import Transfer
 
@@ -21,6 +22,8 @@ def attach(
     layers: Iterable[torch.nn.Module],
     load: Transfer | Sequence[Transfer] | None = None,
     backup: Transfer | Sequence[Transfer] | None = None,
+    *,
+    tracer: Tracer | None = None,
 ) -> Attachment:
     """Install hooks on a model's layers; a context manager, which removes them.
 
@@ -32,11 +35,12 @@ def attach(
 
     Args:
         layers: One module per model layer, in order.
+        tracer: Records the forward where there is no transfer to name one.
 
     Raises:
         RequestError: Their number is not that of the transfers' layers.
     """
-    return Attachment(tuple(layers), _listed(load), _listed(backup))
+    return Attachment(tuple(layers), _listed(load), _listed(backup), tracer)
 
 
 @attrs.define(eq=False)
@@ -46,6 +50,7 @@ class Attachment:
     _modules: tuple[torch.nn.Module, ...]
     _loads: tuple[Transfer, ...]
     _backups: tuple[Transfer, ...]
+    _tracer: Tracer | None = None
     _handles: list[RemovableHandle] = attrs.field(factory=list)
     _trace: ForwardTrace | None = None
 
@@ -59,7 +64,7 @@ class Attachment:
 
     def __enter__(self) -> Self:
         transfers = (*self._loads, *self._backups)
-        tracer = transfers[0].tracer if transfers else None
+        tracer = transfers[0].tracer if transfers else self._tracer
         if tracer is not None and tracer.active:
             self._trace = ForwardTrace(tracer)
         for layer, module in enumerate(self._modules):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
+import anyio.to_thread
 import attrs
 import torch
 import transformers
@@ -68,18 +70,20 @@ def main(options: Options) -> int:
 def run(model: PreTrainedModel, tokenizer: Tokenizer, plan: Plan, options: Options) -> Results:
     """Serve the plan three ways, write the files, and return the comparison."""
     progress = Progress(sys.stderr)
-    server = Server(model, tokenizer, plan, progress)
     tracer = offload.Tracer()
+    server = Server(model, tokenizer, plan, progress, layers_of(model), tracer)
     heartbeat = Heartbeat()
     driver = ThreadsDriver(options.link_bytes_per_second)
 
     async def body() -> Results:
+        await anyio.to_thread.run_sync(_warm_up, model)
         progress.begin("loaded", plan.count)
         async with (
             _beating(heartbeat),
             _sessions(server, options, RESIDENTS, driver, tracer) as some,
         ):
             loaded = await server.cached(some, residents=RESIDENTS, evict=True)
+        server.tracer = None  # The trace shows the serving loop; what follows is there to compare.
         progress.begin("resident", plan.count)
         chats = len(plan.prompts)
         async with _sessions(server, options, chats, ThreadsDriver(), None) as all_of_them:
@@ -91,6 +95,7 @@ def run(model: PreTrainedModel, tokenizer: Tokenizer, plan: Plan, options: Optio
             loaded=loaded,
             resident=resident,
             recomputed=recomputed,
+            stalls=stalls(tracer),
             longest_loop_gap_s=heartbeat.longest_gap_s,
         )
 
@@ -100,6 +105,30 @@ def run(model: PreTrainedModel, tokenizer: Tokenizer, plan: Plan, options: Optio
     tracer.export(options.out / "demo.trace.json.gz")
     tracer.svg(options.out / "demo.svg")
     return results
+
+
+def _warm_up(model: PreTrainedModel) -> None:
+    """Read the weights into memory once, so that no measured turn pays for it."""
+    with torch.inference_mode():
+        model(torch.zeros(1, 1, dtype=torch.long), use_cache=False)
+
+
+def layers_of(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """Return the decoder layers of a model, in order: its one list of that many modules."""
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    for module in model.modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
+            return list(module)
+    raise ValueError(f"{type(model).__name__} has no list of {count} layers")
+
+
+def stalls(tracer: offload.Tracer) -> defaultdict[int, float]:
+    """Return the seconds that forwards waited, by load."""
+    seconds: defaultdict[int, float] = defaultdict(float)
+    for wait in tracer.timeline().waits:
+        if wait.direction == offload.Direction.LOAD and wait.layer >= 0:
+            seconds[wait.request] += (wait.end - wait.start) / 1e9
+    return seconds
 
 
 @asynccontextmanager

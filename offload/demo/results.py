@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 
@@ -79,10 +80,19 @@ class Results:
 
 
 def combine(
-    *, loaded: list[Turn], resident: list[Turn], recomputed: list[Turn], longest_loop_gap_s: float
+    *,
+    loaded: list[Turn],
+    resident: list[Turn],
+    recomputed: list[Turn],
+    stalls: Mapping[int, float],
+    longest_loop_gap_s: float,
 ) -> Results:
-    """Return the results of three runs of one plan, compared turn by turn."""
-    rows = [_row(*three) for three in zip(loaded, resident, recomputed, strict=True)]
+    """Return the results of three runs of one plan, compared turn by turn.
+
+    Args:
+        stalls: By load, the seconds that forwards waited for it.
+    """
+    rows = [_row(*three, stalls) for three in zip(loaded, resident, recomputed, strict=True)]
     return Results(
         identical_text=all(row.identical_text for row in rows),
         turns=tuple(rows),
@@ -91,7 +101,7 @@ def combine(
     )
 
 
-def _row(loaded: Turn, resident: Turn, recomputed: Turn) -> Row:
+def _row(loaded: Turn, resident: Turn, recomputed: Turn, stalls: Mapping[int, float]) -> Row:
     same = loaded.answer.tokens == resident.answer.tokens
     return Row(
         chat=loaded.chat,
@@ -103,7 +113,7 @@ def _row(loaded: Turn, resident: Turn, recomputed: Turn) -> Row:
         identical_text=same and loaded.answer.logits == resident.answer.logits,
         recomputed_text_equal=loaded.answer.tokens == recomputed.answer.tokens,
         bytes_loaded=loaded.bytes_loaded,
-        stall_s=loaded.stall_s,
+        stall_s=0.0 if loaded.request is None else stalls.get(loaded.request, 0.0),
     )
 
 

@@ -9,15 +9,17 @@ Forwards run in a worker thread, one at a time; the loop stays free for everythi
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
 
 import anyio
 import anyio.to_thread
 import attrs
+import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from offload import Tracer, layerwise
 from offload.demo.chat import Answer, Conversation, Tokenizer, answer
 from offload.demo.prompt import Prompt
 from offload.integrations.transformers import Session, Sessions
@@ -72,8 +74,8 @@ class Turn:
     """From the question to the first token, loading and waiting for room included."""
 
     bytes_loaded: int = 0
-    stall_s: float = 0.0
-    """How long its forward waited for the load."""
+    request: int | None = None
+    """The load's number in the trace."""
 
 
 @attrs.define(eq=False)
@@ -93,6 +95,11 @@ class Server:
     tokenizer: Tokenizer
     plan: Plan
     audience: Audience
+    layers: Sequence[torch.nn.Module]
+    """The model's decoder layers, in order."""
+
+    tracer: Tracer | None = None
+    """Draws the forwards of cached turns."""
 
     def max_tokens(self) -> int:
         """Return the tokens of the longest chat, all its turns and answers included."""
@@ -139,9 +146,11 @@ class Server:
             await room.acquire()
             transfer = await served.session.load()
         session = served.session
-        prefix, waited_ns = session.tokens, session.waited_ns
+        prefix = session.tokens
         chunk = conversation.ids[prefix:]
-        with session.use() as cache:
+        # The cache waits for its own layers; the hooks are there to draw the forward in the trace.
+        hooks = layerwise.attach(self.layers, load=transfer, tracer=self.tracer)
+        with session.use() as cache, hooks:
             said = await self._forward(served, turn, partial(answer, self.model, cache, chunk))
         if transfer is not None:
             await transfer
@@ -156,7 +165,7 @@ class Server:
                 answer=said,
                 ttft_s=said.first_token - started,
                 bytes_loaded=transfer.nbytes if transfer is not None else 0,
-                stall_s=(session.waited_ns - waited_ns) / 1e9,
+                request=transfer.id if transfer is not None else None,
             ),
         )
 
