@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from offload import layerwise
+from offload import groups, layerwise, rules
 from offload.blocking import BlockingScheduler
 from offload.core.axes import Axes
 from offload.core.batch import Limits, State
@@ -24,7 +24,7 @@ from offload.errors import (
     UnsupportedPairError,
 )
 from offload.explain import Verdict, explain
-from offload.group import PagePair, Pair, PoolGroup
+from offload.group import GroupPages, PagePair, Pair, PoolGroup
 from offload.opening import open_scheduler, start_scheduler
 from offload.pool import DevicePool, HostPool
 from offload.registry import register_backend, register_driver, register_layout
@@ -43,6 +43,7 @@ __all__ = [
     "Direction",
     "DirectionStatistics",
     "GeometryError",
+    "GroupPages",
     "HostPool",
     "InvalidTransitionError",
     "IoBackend",
@@ -69,11 +70,13 @@ __all__ = [
     "UnsupportedPairError",
     "Verdict",
     "explain",
+    "groups",
     "layerwise",
     "open_scheduler",
     "pages_from_slots",
     "register_backend",
     "register_driver",
     "register_layout",
+    "rules",
     "start_scheduler",
 ]

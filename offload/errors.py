@@ -192,15 +192,24 @@ class OutOfPagesError(OffloadError):
     """The allocator has fewer free pages than asked for."""
 
     def __init__(
-        self, *, needed: int, free: int, locked: int = 0, contiguous: bool = False
+        self,
+        *,
+        needed: int,
+        free: int,
+        locked: int = 0,
+        contiguous: bool = False,
+        pool: str | None = None,
     ) -> None:
         self.needed = needed
         self.free = free
         self.locked = locked
         """Freed pages that come back when the copies that use them have landed."""
         self.contiguous = contiguous
+        self.pool = pool
+        """The member of a group that it is about, when there are several."""
         asked = f"{needed} contiguous pages" if contiguous else f"{needed} pages"
-        text = f"{asked} are needed, {free} are free and {locked} are locked. "
+        where = f" of pool {pool!r}" if pool else ""
+        text = f"{asked}{where} are needed, {free} are free and {locked} are locked. "
         # 1 waiting helps, 2 pages are there but scattered, 3 only freeing helps.
         if not contiguous and locked and free + locked >= needed:
             text += (

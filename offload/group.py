@@ -9,17 +9,20 @@ whatever the number of members that share them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Literal, Self
 
 import attrs
 
-from offload.core.kinds import Direction
+from offload.core.kinds import Direction, Layout
 from offload.core.pages import PageAllocator, PagesLike
 from offload.core.request import Part
 from offload.errors import GeometryError, RequestError, UnknownNameError
 from offload.group_member import Member, PageRule, by_model_layer
-from offload.group_pages import GroupPages, give_all, take_all
+from offload.group_pages import GroupPages, PagePair, give_all, take_all
+from offload.group_sources import page_sources
 from offload.pool import DevicePool, HostPool, check_pair
+
+__all__ = ["GroupPages", "Member", "PagePair", "PageRule", "Pair", "PoolGroup"]
 
 
 @attrs.frozen(eq=False)
@@ -41,6 +44,11 @@ class Pair:
 
     def __attrs_post_init__(self) -> None:
         check_pair(self.device, self.host)
+        if self.pages == "own" and self.follows is not None:
+            raise RequestError(
+                f"a pair with pages of its own follows nobody: leave out follows={self.follows!r}, or "
+                "pass pages='same' or a rule."
+            )
         if self.layers is not None and len(self.layers) != self.device.num_layers:
             raise GeometryError(
                 "layers= of a pair",
@@ -48,39 +56,20 @@ class Pair:
                 got={"layers": len(self.layers)},
             )
 
-
-@attrs.frozen(eq=False)
-class PagePair:
-    """The pages of one member that has its own."""
-
-    host_pages: PagesLike
-    device_pages: PagesLike
-
-
-@attrs.define(eq=False)
-class _Source:
-    """Page pairs of a request that are made once, whichever members share them."""
-
-    lead: Member
-    """Checks them."""
-
-    taken: _Source | None
-    """The source whose pages the rule takes; None: the caller names the pages."""
-
-    position: int
-    sharers: list[Member] = attrs.field(factory=list)
-    """Other members with the very same pages and pools as large as the lead's."""
-
-    smaller: list[Member] = attrs.field(factory=list)
-    """The same, with a smaller pool: their bounds are checked too."""
-
-    def add(self, member: Member) -> None:
-        """Let another member share these pages."""
-        (self.sharers if member.holds(self.lead) else self.smaller).append(member)
-
-    def serves(self, taken: _Source, rule: object) -> bool:
-        """Return whether these are the pages that a rule makes of those of `taken`."""
-        return self.taken is taken and bool(self.lead.rule == rule)
+    @classmethod
+    def backed(
+        cls,
+        device: DevicePool,
+        num_host_pages: int,
+        layout: str = Layout.PAGE_FIRST,
+        *,
+        pages: Literal["same", "own"] | PageRule = "same",
+        follows: str | None = None,
+        layers: Sequence[int] | None = None,
+    ) -> Self:
+        """Return a device pool with a new host pool behind it."""
+        host = HostPool.like(device, num_pages=num_host_pages, layout=layout)
+        return cls(device, host, pages=pages, follows=follows, layers=layers)
 
 
 class PoolGroup:
@@ -115,7 +104,9 @@ class PoolGroup:
             for index, (name, pair) in enumerate(members.items())
         )
         self._page_bytes = [member.device.spec.page_bytes for member in self.members]
-        self._sources = _sources(self.members, members)
+        self._sources = page_sources(
+            self.members, {name: pair.follows for name, pair in members.items()}
+        )
         self._own = {m.name: m for m in self.members if m.rule == "own"}
         anchor = self.members[0].device.spec.layer_names
         if layer_names is None and anchor and len(anchor) == self.num_layers:
@@ -173,20 +164,9 @@ class PoolGroup:
         made: list[Part] = []
         parts: list[Part | None] = [None] * len(self.members)
         for source in self._sources:
-            lead = source.lead
-            if source.taken is None:
-                part = _named(lead, named, load=load)
-            else:
-                assert not isinstance(lead.rule, str)
-                before = made[source.taken.position]
-                host, device = lead.rule(before.host_pages), lead.rule(before.device_pages)
-                part = lead.check(host, device, load=load)
+            part = source.make(named, made, load=load)
             made.append(part)
-            parts[lead.index] = part
-            for member in source.sharers:
-                parts[member.index] = Part(member.index, part.host_pages, part.device_pages)
-            for member in source.smaller:
-                parts[member.index] = member.share(part)
+            source.spread(part, parts)
         return tuple(part for part in parts if part is not None)
 
     def nbytes(self, parts: Sequence[Part]) -> int:
@@ -238,45 +218,6 @@ class PoolGroup:
         for name in names:
             if name not in self._own:
                 raise UnknownNameError("member with pages of its own", name, sorted(self._own))
-
-
-def _named(member: Member, named: Mapping[str, PagePair], *, load: bool) -> Part:
-    """Return the page pairs that the caller named for a member."""
-    pair = named.get(member.name)
-    if pair is None:
-        raise RequestError(
-            f"member {member.name!r} has pages of its own and got none. Pass "
-            f"members={{{member.name!r}: PagePair(host_pages=..., device_pages=...)}}."
-        )
-    return member.check(pair.host_pages, pair.device_pages, load=load)
-
-
-def _sources(members: Sequence[Member], pairs: Mapping[str, Pair]) -> list[_Source]:
-    """Return what a request's pages are made from, each before those that follow it.
-
-    Raises:
-        UnknownNameError: A member follows one that does not stand before it.
-    """
-    sources: list[_Source] = []
-    of: dict[str, _Source] = {}
-    for member in members:
-        pair = pairs[member.name]
-        taken = None
-        if member.index and member.rule != "own":
-            follows = members[0].name if pair.follows is None else pair.follows
-            if follows not in of:
-                raise UnknownNameError(f"member before {member.name!r}", follows, of)
-            taken = of[follows]
-        found = taken if member.rule == "same" else None
-        if taken is not None and found is None:
-            found = next((each for each in sources if each.serves(taken, member.rule)), None)
-        if found is None:
-            found = _Source(member, taken, len(sources))
-            sources.append(found)
-        else:
-            found.add(member)
-        of[member.name] = found
-    return sources
 
 
 def _layers(pair: Pair) -> list[int]:

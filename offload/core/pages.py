@@ -118,7 +118,8 @@ class PageAllocator:
         if not 0 <= num_pages < MAX_PAGES:
             raise RequestError(f"num_pages is {num_pages} and must be 0 to {MAX_PAGES - 1}.")
         self.table = HazardTable(num_pages, lock=lock) if table is None else table
-        self._mutex = self.table.mutex if lock is None else lock
+        self.mutex = self.table.mutex if lock is None else lock
+        """Held around every operation; a caller that combines several holds it around them."""
         self._state = np.zeros(num_pages, np.uint8)
         self._stack = np.arange(num_pages - 1, -1, -1, dtype=np.int64)
         self._scratch = np.empty(num_pages, np.int64)
@@ -134,7 +135,7 @@ class PageAllocator:
     @property
     def num_free(self) -> int:
         """Pages that `alloc` can hand out now."""
-        with self._mutex:
+        with self.mutex:
             self._collect()
             return self._free
 
@@ -157,7 +158,7 @@ class PageAllocator:
         """
         if n < 0:
             raise RequestError(f"alloc of {n} pages: the number must not be negative.", value=n)
-        with self._mutex:
+        with self.mutex:
             if n > self._free or contiguous:
                 self._collect()
             pages = self._take_run(n) if contiguous else self._take(n)
@@ -170,9 +171,8 @@ class PageAllocator:
         Raises:
             RequestError: A page is not allocated, or is given twice. No page was freed.
         """
-        with self._mutex:
-            ids = as_pages(pages, self.num_pages)
-            self._check_owned(ids)
+        with self.mutex:
+            ids = self.check_owned(pages)
             held = self.table.locked(ids)
             if np.count_nonzero(held):
                 self._leaving.append(ids[held])
@@ -180,6 +180,29 @@ class PageAllocator:
                 self._state[ids[held]] = _LEAVING
                 ids = ids[~held]
             self._put(ids)
+
+    def check_owned(self, pages: PagesLike) -> Pages:
+        """Return page ids that `free` would take, as a fresh int64 array. Hold `mutex` until then.
+
+        Raises:
+            RequestError: A page is not allocated, or is given twice.
+        """
+        ids = as_pages(pages, self.num_pages)
+        wrong = self._state[ids] != _ALLOCATED
+        if np.count_nonzero(wrong):
+            position = int(np.flatnonzero(wrong)[0])
+            why = "is not allocated. Each page can be freed once after each alloc."
+        else:
+            repeat = first_repeat(ids, self._scratch)
+            if repeat is None:
+                return ids
+            position, why = repeat, "stands in the list again. Name each page once."
+        page = int(ids[position])
+        raise RequestError(
+            f"free of page {page} at position {position}, which {why} Nothing was freed.",
+            value=page,
+            position=position,
+        )
 
     def lock(self, pages: PagesLike) -> None:
         """Keep pages from being handed out again after `free`, until `unlock`. Locks count."""
@@ -195,7 +218,7 @@ class PageAllocator:
 
     def statistics(self) -> PageStatistics:
         """Return where the pages are now."""
-        with self._mutex:
+        with self.mutex:
             self._collect()
             locked = sum(map(len, self._leaving))
             return PageStatistics(
@@ -243,23 +266,6 @@ class PageAllocator:
         held = self.table.locked(leaving)
         self._put(leaving[~held])
         self._leaving = [leaving[held]] if np.count_nonzero(held) else []
-
-    def _check_owned(self, pages: Pages) -> None:
-        wrong = self._state[pages] != _ALLOCATED
-        if np.count_nonzero(wrong):
-            position = int(np.flatnonzero(wrong)[0])
-            why = "is not allocated. Each page can be freed once after each alloc."
-        else:
-            repeat = first_repeat(pages, self._scratch)
-            if repeat is None:
-                return
-            position, why = repeat, "stands in the list again. Name each page once."
-        page = int(pages[position])
-        raise RequestError(
-            f"free of page {page} at position {position}, which {why} Nothing was freed.",
-            value=page,
-            position=position,
-        )
 
     def _out_of_pages(self, n: int, *, contiguous: bool) -> OutOfPagesError:
         locked = sum(map(len, self._leaving))

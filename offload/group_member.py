@@ -1,0 +1,114 @@
+"""One member of a group: a pair of pools with a name, a place among the model's layers and its own checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeAlias
+
+import attrs
+import numpy as np
+from numpy.typing import NDArray
+
+from offload.core.pages import PagesLike, as_pages, first_repeat
+from offload.core.request import Pages, Part
+from offload.errors import GeometryError, RequestError
+from offload.pool import DevicePool, HostPool
+
+PageRule: TypeAlias = Callable[[NDArray[np.int64]], NDArray[np.int64]]
+"""From the pages of the member that is followed to this one's, for host and device pages alike."""
+
+_FEW = 12
+"""Pages up to which a set is quicker than the scratch array."""
+
+
+@attrs.define(eq=False)
+class Member:
+    """A pair inside a group, with its place among the model's layers."""
+
+    index: int
+    name: str
+    device: DevicePool
+    host: HostPool
+    rule: Literal["same", "own"] | PageRule
+
+    pool_layers: tuple[int | None, ...]
+    """By model layer, the pool's own layer; None where this member has none."""
+
+    _scratch: dict[bool, Pages] = attrs.field(factory=dict)
+
+    def check(self, host_pages: PagesLike, device_pages: PagesLike, *, load: bool) -> Part:
+        """Return checked page pairs, copied.
+
+        Raises:
+            RequestError: Lengths differ, a page is out of range, or a destination repeats.
+        """
+        host = as_pages(host_pages, self.host.num_pages, what="host page")
+        device = as_pages(device_pages, self.device.num_pages, what="device page")
+        if len(host) != len(device):
+            raise RequestError.lengths(host_pages=len(host), device_pages=len(device))
+        if len(host) > 1:
+            target, source = (device, host) if load else (host, device)
+            self._check_distinct(target, source, load=load)
+        return Part(self.index, host, device)
+
+    def share(self, part: Part) -> Part:
+        """Return another member's checked page pairs as this one's: the very same arrays.
+
+        Whoever plans the copy sees by that that one plan serves both.
+
+        Raises:
+            RequestError: This pool is smaller, and has no such page.
+        """
+        for what, pages, bound in (
+            ("host page", part.host_pages, self.host.num_pages),
+            ("device page", part.device_pages, self.device.num_pages),
+        ):
+            if len(pages) and int(pages.max()) >= bound:
+                as_pages(pages, bound, what=f"{self.name} {what}")
+        return Part(self.index, part.host_pages, part.device_pages)
+
+    def holds(self, other: Member) -> bool:
+        """Return whether every page that another member can name is one of this member's too."""
+        return (
+            self.host.num_pages >= other.host.num_pages
+            and self.device.num_pages >= other.device.num_pages
+        )
+
+    def _check_distinct(self, target: Pages, source: Pages, *, load: bool) -> None:
+        """Raise if a destination page appears twice."""
+        if len(target) <= _FEW and len(set(target.tolist())) == len(target):
+            return
+        pool = self.device if load else self.host
+        with pool.pages.table.mutex:
+            scratch = self._scratch.get(load)
+            if scratch is None:
+                scratch = self._scratch[load] = np.zeros(pool.num_pages, np.int64)
+            first = first_repeat(target, scratch)
+        if first is None:
+            return
+        page = int(target[first])
+        again = first + 1 + int(np.flatnonzero(target[first + 1 :] == page)[0])
+        raise RequestError.written_twice(
+            "load" if load else "backup",
+            page=page,
+            sources=(int(source[first]), int(source[again])),
+            position=again,
+        )
+
+
+def by_model_layer(name: str, layers: Sequence[int], num_layers: int) -> tuple[int | None, ...]:
+    """Return, by model layer, the pool layer that a member has for it.
+
+    Raises:
+        GeometryError: `layers` are not distinct layers of the model.
+    """
+    found: list[int | None] = [None] * num_layers
+    for pool_layer, layer in enumerate(layers):
+        if layer < 0 or found[layer] is not None:
+            raise GeometryError(
+                f"layers= of member {name!r}",
+                expected={"layers": "distinct layers of the model, from 0"},
+                got={"layers": list(layers)},
+            )
+        found[layer] = pool_layer
+    return tuple(found)
