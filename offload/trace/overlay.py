@@ -27,7 +27,8 @@ def merge(timeline: Timeline, profile: Path, path: Path) -> Path:
     """
     trace = load(profile)
     base = int(trace.get("baseTimeNanoseconds", 0))
-    shift = timeline.unix_ns(timeline.origin_ns) - base
+    first = timeline.first_ns
+    shift = timeline.unix_ns(first) - (first - timeline.origin_ns) - base
     return write(path, _pieces(profile, events.events(timeline, shift)))
 
 

@@ -99,13 +99,16 @@ class Timeline:
         )
 
     @property
-    def origin_ns(self) -> int:
-        """Return the time that an export calls 0: the tracer's start, or the first record if that is older."""
-        firsts = [self.anchors[0].perf_ns]
-        for kind in self.kinds():
-            firsts.extend(one[0] for one in kind[:1])
+    def first_ns(self) -> int:
+        """When the oldest record begins; the tracer's start when there is none."""
+        firsts = [one[0] for kind in self.kinds() for one in kind[:1]]
         firsts.extend(copy.issue for copy in self.copies if copy.issue)
-        return min(firsts)
+        return min(firsts, default=self.anchors[0].perf_ns)
+
+    @property
+    def origin_ns(self) -> int:
+        """The time that an export calls 0: the tracer's start, or the first record if that is older."""
+        return min(self.anchors[0].perf_ns, self.first_ns)
 
     def unix_ns(self, perf_ns: int) -> int:
         """Return the wall clock at `perf_ns`, by the anchor nearest to it."""

@@ -60,13 +60,12 @@ def test_times_are_the_recorded_nanoseconds(tracer: Tracer, trace: Path) -> None
 
 def test_every_flow_binds_forward(trace: Path) -> None:
     """Each copy is reached by an arrow from its issue, each load leads to its layer, none goes back in time."""
+    joined = "from flow join slice a on slice_out = a.id join slice b on slice_in = b.id"
     edges, backward = ask(
         trace,
         [
-            "select a.category as source, b.category as target, count(*) as n from flow "
-            "join slice a on slice_out = a.id join slice b on slice_in = b.id group by 1, 2",
-            "select count(*) as n from flow join slice a on slice_out = a.id "
-            "join slice b on slice_in = b.id where b.ts < a.ts",
+            f"select a.category as source, b.category as target, count(*) as n {joined} group by 1, 2",
+            f"select count(*) as n {joined} where b.ts < a.ts",
         ],
     )
     assert {(row["source"], row["target"]): row["n"] for row in edges} == {
