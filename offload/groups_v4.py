@@ -18,7 +18,7 @@ Source: the pool list of SGLang's HiCache for DeepSeek-V4. The sizes of one entr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import attrs
@@ -45,11 +45,15 @@ class V4Pool:
     """Whether its pages are those of the sliding window."""
 
 
+def _ratios(values: Iterable[int]) -> tuple[int, ...]:
+    return tuple(values)
+
+
 @attrs.frozen(kw_only=True)
 class DeepSeekV4:
     """What a rank's pools are computed from."""
 
-    compress_ratios: Sequence[int] = attrs.field(converter=tuple)
+    compress_ratios: tuple[int, ...] = attrs.field(converter=_ratios)
     """By layer: 4 or 128 tokens to one compressed entry; anything else: the window alone."""
 
     page_size: int

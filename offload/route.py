@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import attrs
 
 from offload import registry
@@ -13,35 +15,54 @@ from offload.core.strategy import Table
 from offload.errors import UnsupportedPairError
 from offload.group import Member, PoolGroup
 
+Layers: TypeAlias = tuple[tuple[tuple[int, ...], tuple[tuple[int, int], ...]], ...]
+"""By model layer, the members that have it; and of each of them, (member, its pool layer)."""
 
-@attrs.frozen(eq=False)
+
+@attrs.define(eq=False)
 class Copies:
     """The copies of a batch, ready to go, for every layer of the model."""
 
-    parts: tuple[tuple[tuple[int | None, ...], Prepared], ...]
-    """(pool layer by model layer, prepared copies) of each member."""
+    _layers: Layers
+    _prepared: list[Prepared | None]
+    """By member; None where the batch moves none of its pages."""
 
-    num_pages: int
+    _pages: list[int]
+    """By member, how many it moves."""
+
+    _page_bytes: tuple[int, ...]
+    """By member, bytes of one layer of one page."""
+
+    _totals: dict[tuple[int, ...], tuple[int, int]] = attrs.field(factory=dict)
+    """(bytes, copies asked for) of one layer, by the members that have it: few, and many layers."""
 
     def work(self, layer: int) -> LayerWork:
         """Return the copies of one model layer; none where no member has it."""
-        jobs = [
+        prepared = self._prepared
+        members, jobs = self._layers[layer]
+        ready = [
             (copies, pool_layer)
-            for layers, copies in self.parts
-            if (pool_layer := layers[layer]) is not None
+            for member, pool_layer in jobs
+            if (copies := prepared[member]) is not None
         ]
-        return LayerWork(jobs, sum(copies.nbytes(pool_layer) for copies, pool_layer in jobs))
+        return LayerWork(ready, (self._totals.get(members) or self._total(members))[0])
 
     def size(self, layer: int) -> tuple[int, int, int]:
         """Return bytes, copies asked for, and copies made, of one model layer."""
-        nbytes = asked = made = 0
-        for layers, copies in self.parts:
-            pool_layer = layers[layer]
-            if pool_layer is not None:
-                nbytes += copies.nbytes(pool_layer)
-                asked += self.num_pages
+        prepared = self._prepared
+        members, jobs = self._layers[layer]
+        made = 0
+        for member, pool_layer in jobs:
+            copies = prepared[member]
+            if copies is not None:
                 made += copies.num_ops(pool_layer)
-        return nbytes, asked, made
+        return *(self._totals.get(members) or self._total(members)), made
+
+    def _total(self, members: tuple[int, ...]) -> tuple[int, int]:
+        pages, each = self._pages, self._page_bytes
+        nbytes = sum(pages[member] * each[member] for member in members)
+        total = self._totals[members] = nbytes, sum(pages[member] for member in members)
+        return total
 
 
 @attrs.frozen(eq=False)
@@ -59,18 +80,39 @@ class Route:
     """A way to copy one direction. Requests of the same route may share a batch."""
 
     direction: Direction
-    num_layers: int
     legs: tuple[Leg, ...]
+
+    _layers: Layers
+    _page_bytes: tuple[int, ...]
+
+    @classmethod
+    def over(cls, direction: Direction, legs: tuple[Leg, ...], num_layers: int) -> Route:
+        """Return the route that takes these legs."""
+        layers = []
+        for layer in range(num_layers):
+            jobs = tuple(
+                (index, pool_layer)
+                for index, leg in enumerate(legs)
+                if (pool_layer := leg.member.pool_layers[layer]) is not None
+            )
+            layers.append((tuple(index for index, _ in jobs), jobs))
+        each = tuple(leg.member.device.spec.layer_bytes for leg in legs)
+        return cls(direction, legs, tuple(layers), each)
 
     def prepare(self, plan: CopyPlan) -> Copies:
         """Make the copies of a plan ready, on the stream's own thread."""
-        prepared: list[tuple[tuple[int | None, ...], Prepared]] = []
+        prepared: list[Prepared | None] = [None] * len(self.legs)
+        pages = [0] * len(self.legs)
         for part in plan.parts:
+            if not part.num_pages:
+                continue
             leg = self.legs[part.member]
             member = leg.member
-            copies = leg.backend.prepare(member.device, member.host, self.direction, part.runs)
-            prepared.append((member.pool_layers, copies))
-        return Copies(tuple(prepared), plan.parts[0].num_pages)
+            pages[part.member] = part.num_pages
+            prepared[part.member] = leg.backend.prepare(
+                member.device, member.host, self.direction, part.runs
+            )
+        return Copies(self._layers, prepared, pages, self._page_bytes)
 
 
 @attrs.define(eq=False)
@@ -114,7 +156,7 @@ class Router:
         if found is None:
             name = registry.io_backend(name)
             legs = tuple(self._leg(member, direction, name) for member in self.group.members)
-            found = Route(direction, self.group.num_layers, legs)
+            found = Route.over(direction, legs, self.group.num_layers)
             self._routes[direction, name] = found
         return found
 

@@ -99,11 +99,11 @@ def coalesce(source: Pages, destination: Pages, scratch: Scratch | None = None) 
         keys.sort()
         np.subtract(keys[1:], keys[:-1], out=steps)
     cuts = np.flatnonzero(steps != _STEP)
-    cuts += 1
-    starts = np.concatenate((np.zeros(1, np.int64), cuts))
-    first = keys[starts]
-    count = np.diff(starts, append=n)
-    return Runs(first >> 32, first & (_STEP - 2), count, n)
+    bounds = np.empty(len(cuts) + 2, np.int64)  # where runs start, and the end
+    bounds[0], bounds[-1] = 0, n
+    np.add(cuts, 1, out=bounds[1:-1])
+    first = keys[bounds[:-1]]
+    return Runs(first >> 32, first & (_STEP - 2), bounds[1:] - bounds[:-1], n)
 
 
 @attrs.frozen(eq=False)
