@@ -46,7 +46,7 @@ EDGES: dict[str, set[str]] = {
 }
 SCHEDULER: set[str] = {
     *("flight", "transfer", "submit", "statistics", "holding", "parking", "timer", "threadface"),
-    *("scheduler", "layerwise", "opening", "blocking"),
+    *("scheduler", "layerwise", "opening", "blocking", "shell"),
 }
 """Pieces of the scheduler: they may import any inner room and each other."""
 
