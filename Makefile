@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 PINS := pyproject.toml constraints.txt
 pin = $(shell grep "^$(1)==" constraints.txt)
 
-.PHONY: all demo test lint types format bench readers readme wheel oldest freeze clean
+.PHONY: all demo test lint types format bench soak readers readme wheel oldest freeze clean
 all: lint types test
 
 $(BIN)/python:
@@ -49,6 +49,10 @@ bench: $(VENV)/stamp-weights
 # Print the support matrix into the README.
 readme: $(VENV)/stamp-packages
 	$(BIN)/python -m tests.test_readme
+
+# Random programs against a model of what must hold; minutes, so not a part of `test`.
+soak: $(VENV)/stamp-packages
+	$(BIN)/python -m tests.soak $(ARGS)
 
 # Readers of exported traces: Perfetto's engine in node, its UI in Chromium, Holistic Trace Analysis. The last one
 # without its dependencies: jupyterlab is for its notebooks only. node, npm and chromium come from the system.

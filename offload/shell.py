@@ -384,7 +384,6 @@ class Shell:
             del self._flights[batch.id]
             self.handle(Ended(batch.id))
             self._notify()
-            self._notify()  # its pages may have been unlocked before: closing waits for batches too
 
     def handle(self, event: Event) -> None:
         if self.stuck is None:
