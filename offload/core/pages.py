@@ -37,7 +37,10 @@ def as_pages(pages: PagesLike, num_pages: int, *, what: str = "page") -> Pages:
     Raises:
         RequestError: An id is out of range, or these are no page ids at all.
     """
-    array = _integers(pages, what)
+    if type(pages) is np.ndarray and pages.dtype == np.int64 and pages.ndim == 1:
+        array = pages.copy()
+    else:
+        array = _integers(pages, what)
     if array.dtype == object or np.count_nonzero(array.view(np.uint64) >= np.uint64(num_pages)):
         wrong = (array < 0) | (array >= num_pages)
         position = int(np.flatnonzero(wrong)[0])
