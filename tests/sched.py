@@ -196,3 +196,8 @@ def overwrite(pool: offload.DevicePool | offload.HostPool, pages: Sequence[int],
                         oracle.put(
                             pool, made.name, layer, page, token, head, torch.full_like(row, byte)
                         )
+
+
+def state(transfer: offload.Transfer) -> str:
+    """Return a transfer's state as it is now, as a word."""
+    return str(transfer.state)

@@ -332,13 +332,22 @@ class Machine:
         stack = list(pieces)
         while stack:
             piece = stack.pop()
-            unwritten = piece.stream is not None and len(piece.stream.written) < piece.last
-            if unwritten and piece.state in _OPEN:
-                found.append(piece)
-            for ahead in piece.follows - seen:
-                seen.add(ahead)
-                stack.append(ahead)
+            ahead = set(piece.follows)
+            if piece.stream is not None:
+                ahead |= piece.stream.pieces
+                if piece.state in _OPEN and len(piece.stream.written) < piece.last:
+                    found.append(piece)
+                    ahead |= self._in_the_way_of(piece)
+            stack += ahead - seen
+            seen |= ahead
         return found
+
+    def _in_the_way_of(self, stream: Piece) -> set[Piece]:
+        """Return the loads that layers of a streaming backup will follow if they are written now."""
+        ids: set[int] = set()
+        for part in stream.request.parts:
+            ids.update(self.tables[part.member][1].peek(part.device_pages, write=False))
+        return {self._pieces[i] for i in ids}
 
     # Layers of a streaming backup --------------------------------------------------------------
 
