@@ -34,6 +34,7 @@ from typing import Any, cast
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from offload.driver.cuda_calls import CudaError, Launch, RawEvent, RawStream, Spans, Words
@@ -451,13 +452,19 @@ class FakeCuda:
         arguments = [_weak(argument) for argument in launch.args]
         kernel, grid, meta = launch.kernel, launch.grid, dict(launch.meta)
 
+        def alive() -> list[object] | None:
+            args = [reference() for reference in arguments]
+            return None if any(argument is None for argument in args) else args
+
         def poison() -> None:
+            if alive() is None:
+                return
             for to, size in zip(writes.addresses.tolist(), writes.sizes.tolist(), strict=True):
                 ctypes.memset(to, POISON, size)
 
         def execute() -> None:
-            args = [reference() for reference in arguments]
-            if any(argument is None for argument in args):
+            args = alive()
+            if args is None:
                 self.faults.append("launch: an argument was freed before the kernel ran")
             else:
                 kernel[grid](*args, **meta)
@@ -524,6 +531,10 @@ class FakeCuda:
         with self._changed:
             if self.registered.pop(address, None) is None:
                 raise CudaError("unregister", 713, "not registered")
+
+    def host_numbers(self, numbers: npt.NDArray[np.int64]) -> torch.Tensor:
+        self._call("host_numbers", len(numbers))
+        return torch.from_numpy(numbers.copy())
 
     def device_address(self, address: int) -> int:
         self._call("device_address", address)

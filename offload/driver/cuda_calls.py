@@ -184,6 +184,15 @@ class CudaCalls(Protocol):
     def unregister(self, address: int) -> None:
         """Undo `register`, given the same address."""
 
+    def host_numbers(self, numbers: npt.NDArray[np.int64]) -> torch.Tensor:
+        """Return the numbers in page-locked host memory, where a kernel reads them in place.
+
+        The memory goes back to a pool when the tensor dies: keep it until the kernel has passed.
+
+        Shapes:
+            [N] of int64.
+        """
+
     def device_address(self, address: int) -> int:
         """Return under which address a kernel reaches registered host memory: mostly the same one."""
 
@@ -427,6 +436,11 @@ class TorchCuda:
 
     def unregister(self, address: int) -> None:
         self._driver("cuMemHostUnregister", ctypes.c_void_p(address))
+
+    def host_numbers(self, numbers: npt.NDArray[np.int64]) -> torch.Tensor:
+        return torch.empty(len(numbers), dtype=torch.int64, pin_memory=True).copy_(
+            torch.from_numpy(numbers)
+        )
 
     def device_address(self, address: int) -> int:
         handle, same = ctypes.c_int(), ctypes.c_int()

@@ -15,14 +15,18 @@ from offload.driver import cuda_calls
 from offload.driver.cuda_calls import CudaError, DriverLibrary, Words
 
 ROOT = Path(offload.__file__).parent
+QUESTION = "torch.cuda.is_available"
+"""Pools may ask whether there is a GPU before anything is opened: it makes no context."""
 SEAM = ROOT / "driver" / "cuda_calls.py"
 
 
 def names(path: Path) -> set[str]:
-    """Return every dotted name that a file reads or imports."""
+    """Return every dotted name that a file reads or imports, each in full."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Attribute):
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and id(node) not in inner:
             found.add(ast.unparse(node))
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
@@ -37,7 +41,7 @@ def goes_around(path: Path) -> list[str]:
         name
         for name in names(path)
         for root in ("torch.cuda", "torch._C._cuda", "cuda.bindings", "cuda.core")
-        if name == root or name.startswith(root + ".")
+        if name != QUESTION and (name == root or name.startswith(root + "."))
     )
 
 

@@ -1,0 +1,76 @@
+"""The one Triton kernel: rows of words from pages of one pool to pages of another.
+
+A layer of a page is `count_0 * count_1 * count_2` rows, nested, each of `WIDTH` words in one piece on both
+sides. Rows of whole tokens have one such count (row copies), rows of one head two (head copies).
+
+* Everything that is multiplied by a stride is 64 bits wide: pools pass 2**31 words.
+* A tile is `ROWS` rows by `BLOCK` words; what lies beyond either end is masked.
+* Programs are few and take every so-manieth tile, so compute keeps its multiprocessors.
+* Where a row starts is counted in units of `UNIT` words. With 2 the compiler sees, from the
+  multiplication alone, that rows start on even words, and moves two words at once.
+"""
+
+# mypy: disable-error-code="untyped-decorator, attr-defined"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit(do_not_specialize=["num_pages", "source_base", "destination_base"])
+def copy_rows(  # type: ignore[no-untyped-def]
+    source,
+    destination,
+    source_pages,
+    destination_pages,
+    num_pages,
+    source_base,
+    destination_base,
+    SOURCE_PAGE: tl.constexpr,
+    DESTINATION_PAGE: tl.constexpr,
+    COUNT_0: tl.constexpr,
+    COUNT_1: tl.constexpr,
+    COUNT_2: tl.constexpr,
+    SOURCE_0: tl.constexpr,
+    SOURCE_1: tl.constexpr,
+    SOURCE_2: tl.constexpr,
+    DESTINATION_0: tl.constexpr,
+    DESTINATION_1: tl.constexpr,
+    DESTINATION_2: tl.constexpr,
+    WIDTH: tl.constexpr,
+    UNIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Copy all rows of `num_pages` pages. Strides and bases are in units, widths in words."""
+    per_page: tl.constexpr = COUNT_0 * COUNT_1 * COUNT_2
+    across: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    num_rows = num_pages.to(tl.int64) * per_page
+    num_tiles = ((num_rows + ROWS - 1) // ROWS) * across
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        row = tile // across * ROWS + tl.arange(0, ROWS).to(tl.int64)
+        word = tile % across * BLOCK + tl.arange(0, BLOCK)
+        live = row < num_rows
+        index = row // per_page
+        inner = row % per_page
+        first = inner // (COUNT_1 * COUNT_2)
+        second = inner // COUNT_2 % COUNT_1
+        third = inner % COUNT_2
+        start = (
+            source_base.to(tl.int64)
+            + tl.load(source_pages + index, mask=live, other=0) * SOURCE_PAGE
+            + first * SOURCE_0
+            + second * SOURCE_1
+            + third * SOURCE_2
+        )
+        end = (
+            destination_base.to(tl.int64)
+            + tl.load(destination_pages + index, mask=live, other=0) * DESTINATION_PAGE
+            + first * DESTINATION_0
+            + second * DESTINATION_1
+            + third * DESTINATION_2
+        )
+        mask = live[:, None] & (word < WIDTH)[None, :]
+        moved = tl.load(source + (start * UNIT)[:, None] + word[None, :], mask=mask)
+        tl.store(destination + (end * UNIT)[:, None] + word[None, :], moved, mask=mask)

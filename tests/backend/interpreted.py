@@ -1,0 +1,106 @@
+"""The Triton kernel's cases. Not collected: `test_kernel.py` runs this file under Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from offload.backend.kernel import KernelBackend
+from offload.core.kinds import Direction, IoBackend, Layout
+from offload.pool import DevicePool, HostPool
+from offload.spec import PoolSpec
+from offload.testing_cuda import FakeCuda
+from tests import oracle
+from tests.backend.fake_stream import Cell, cells, check, on_stream
+from tests.backend.test_matrix import page_sets, pools, runs_of
+
+CELLS = cells(IoBackend.KERNEL)
+ROW = 33_660  # bytes: a multiple of 4 and not of 8
+
+
+def test_this_runs_under_the_interpreter() -> None:
+    """Compiled kernels could not take CPU tensors."""
+    assert os.environ["TRITON_INTERPRET"] == "1"
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(cell))
+def test_a_supported_cell_copies_as_the_oracle_does(cell: Cell) -> None:
+    """Asked bytes arrive and all others stay; rows, heads, tails and every word width."""
+    for seed, pairs in enumerate(page_sets(cell[2])):
+        check(FakeCuda(seed), KernelBackend(), cell, pairs)
+
+
+def test_the_word_paths_are_all_taken() -> None:
+    """The cells above include launches of 16-, 8- and 4-byte words; an odd address takes single bytes."""
+    units: set[int] = set()
+    for name, layout, direction in CELLS:
+        fake = FakeCuda()
+        with on_stream(fake):
+            prepared = KernelBackend().prepare(*pools(name, layout), direction, runs_of([(0, 0)]))
+            prepared.copy(0)
+        units |= {
+            launch.args[0].dtype.itemsize * launch.meta["UNIT"]  # type: ignore[attr-defined]
+            for launch in prepared._kept
+        }
+    assert units == {16, 8, 4}
+
+
+def test_a_pool_at_an_odd_address_is_copied_byte_by_byte() -> None:
+    """An engine's tensor may begin anywhere."""
+    spec = PoolSpec.rows(num_layers=1, page_size=2, row_bytes=32)
+    whole = torch.arange(4 * 32 + 1, dtype=torch.int64).to(torch.uint8)
+    device = DevicePool.adopt(spec, {"row": [whole[1:].view(4, 32)]})
+    host = HostPool.allocate(spec, num_pages=4, layout="layer_first", pinned=False)
+    fake = FakeCuda()
+    with on_stream(fake):
+        prepared = KernelBackend().prepare(
+            device, host, Direction.BACKUP, runs_of([(0, 3), (2, 1)])
+        )
+        prepared.copy(0)
+        fake.run()
+    assert prepared._kept[0].meta["UNIT"] == 1
+    got = host.flat("row", 0)[0].view(4, 32)
+    assert torch.equal(got[[3, 1]], whole[1:].view(4, 32)[[0, 2]])
+    assert not got[[0, 2]].any()
+
+
+def test_page_ids_are_kept_until_the_kernel_ran() -> None:
+    """Freeing them early is noticed."""
+    fake = FakeCuda()
+    both = pools("mla", Layout.PAGE_FIRST)
+    with on_stream(fake):
+        prepared = KernelBackend().prepare(*both, Direction.LOAD, runs_of([(0, 0)]))
+        prepared.copy(0)
+        del prepared
+        fake.run()
+    assert fake.faults == ["launch: an argument was freed before the kernel ran"]
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_offsets_beyond_two_to_the_31_are_exact(direction: Direction) -> None:
+    """Rows behind 2**31 bytes, and one whose word offset passes 2**31, as a 32-bit product would not."""
+    spec = PoolSpec.rows(num_layers=1, page_size=4, row_bytes=ROW)
+    pages = 2**33 // ROW + 2  # 4-byte words: the last row starts behind 2**31 of them
+    host = HostPool.allocate(spec, num_pages=pages, layout="layer_first", pinned=False)
+    device = DevicePool.allocate(spec, num_pages=2)
+    oracle.fill(device, 3)
+    near, far = 2**31 // ROW + 1, pages - 1
+    here_rows = device.flat("row", 0)[0].view(2, ROW)
+    host_rows = host.flat("row", 0)[0].view(pages, ROW)
+    pairs = [(0, near), (1, far)]
+    if direction is Direction.LOAD:
+        pairs = [(b, a) for a, b in pairs]
+        host_rows[[near, far]] = torch.from_numpy(
+            np.random.default_rng(0).integers(1, 256, (2, ROW), np.uint8)
+        )
+    fake = FakeCuda()
+    with on_stream(fake):
+        prepared = KernelBackend().prepare(device, host, direction, runs_of(pairs))
+        prepared.copy(0)
+        fake.run()
+    assert torch.equal(here_rows, host_rows[[near, far]])
+    wrapped = far * ROW % 2**32 // ROW
+    assert not host_rows[[0, wrapped, wrapped + 1, near - 1, far - 1]].any()

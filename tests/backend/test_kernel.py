@@ -1,0 +1,104 @@
+"""The Triton kernel without a GPU: its cases under the interpreter, its machine code by compiling it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton", reason="the extra `kernel` is not installed")
+
+from offload.backend.kernel import Shape
+from offload.core.kinds import IoBackend, Layout
+from offload.core.strategy import BUILT
+from tests.backend.fake_stream import cells
+from tests.backend.test_matrix import ON_CPU, pools
+
+ARCHITECTURES = (80, 90, 100)
+
+
+def test_every_cell_under_the_interpreter() -> None:
+    """The cases in `interpreted.py` pass, all of them, in a process where Triton interprets."""
+    path = Path(__file__).with_name("interpreted.py")
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        cwd=path.parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    passed = re.search(r"(\d+) passed", run.stdout)
+    assert passed is not None
+    assert int(passed[1]) >= len(cells(IoBackend.KERNEL))
+    assert "skipped in" not in run.stdout
+
+
+@cache
+def shape_of(name: str, layout: Layout) -> Shape:
+    """Return the rows of a pool of the matrix, for aligned memory."""
+    device, host = pools(name, layout)
+    ours = host.geometry.components[0]
+    theirs = device.geometry.component(ours.name)
+    return Shape.of(ours, theirs, 16)
+
+
+def compiled(shape: Shape, architecture: int) -> str:
+    """Return the PTX of the kernel for a shape. Needs no GPU."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from offload.backend.kernel_triton import copy_rows
+
+    constants = shape.constants(16 * shape.nbytes, 48 * shape.nbytes)
+    word = {"torch.int64": "*i64", "torch.int32": "*i32"}[str(shape.dtype)]
+    kinds = {"source": word, "destination": word}
+    kinds |= {"source_pages": "*i64", "destination_pages": "*i64", "num_pages": "i32"}
+    names = copy_rows.arg_names
+    source = ASTSource(
+        copy_rows,
+        signature={n: "constexpr" if n in constants else kinds.get(n, "i64") for n in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in ("source", "destination")},
+    )
+    options = {"num_warps": 4, "enable_fp_fusion": False}
+    made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
+    return str(made.asm["ptx"])
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("name", "layout", "access"),
+    [
+        ("mla_packed", Layout.PAGE_FIRST, "v2.b64"),  # 656-byte rows
+        ("mha_fp8", Layout.PAGE_HEAD, "v2.b64"),  # 16-byte heads
+        ("mla", Layout.PAGE_FIRST, "b64"),  # 72-byte rows
+        ("rows", Layout.PAGE_FIRST, "b32"),  # 132-byte rows
+    ],
+)
+def test_rows_move_in_the_widest_words(
+    name: str, layout: Layout, access: str, architecture: int
+) -> None:
+    """Compiled for each architecture, loads and stores are as wide as the rows allow."""
+    ptx = compiled(shape_of(name, layout), architecture)
+    assert set(re.findall(r"st\.global\.([\w.]+)", ptx)) == {access}
+    assert access in re.findall(r"ld\.global\.([\w.]+)", ptx)
+
+
+def test_programs_are_few() -> None:
+    """However many pages there are, a launch takes a bounded part of the device."""
+    shape = shape_of("mla", Layout.PAGE_FIRST)
+    assert shape.programs(1) == 1
+    assert shape.programs(1_000_000) == 16
+
+
+def test_every_built_column_has_a_test_of_its_cells() -> None:
+    """Direct and cpu in `test_matrix.py`, the others on a CUDA that executes."""
+    assert {*ON_CPU, IoBackend.MEMCPY_BATCH, IoBackend.KERNEL} == BUILT

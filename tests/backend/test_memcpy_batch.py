@@ -1,0 +1,55 @@
+"""`memcpy_batch` on a CUDA that executes: every cell, late and in any order."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from offload.backend import memcpy_batch
+from offload.backend.base import PoolCopy
+from offload.backend.memcpy_batch import MemcpyBatchBackend, MemcpyBatchCopy
+from offload.core.kinds import Direction, IoBackend, Layout
+from offload.testing_cuda import FakeCuda
+from tests.backend.fake_stream import Cell, cells, check
+from tests.backend.test_matrix import LAYERS, page_sets, pools, runs_of
+
+CELLS = cells(IoBackend.MEMCPY_BATCH)
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(cell))
+def test_a_supported_cell_copies_as_the_oracle_does(cell: Cell) -> None:
+    """Asked bytes arrive, all others stay, and no copy of a call meets the destination of another."""
+    for seed, pairs in enumerate(page_sets(cell[2])):
+        check(FakeCuda(seed), MemcpyBatchBackend(), cell, pairs)
+
+
+def test_a_call_takes_a_bounded_number_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer of more runs takes several calls."""
+    assert memcpy_batch.MAX_OPS == 4096
+    monkeypatch.setattr(memcpy_batch, "MAX_OPS", 7)
+    fake = FakeCuda()
+    pairs = page_sets(Direction.LOAD)[4]  # 7 pages of 5 tokens, K and V: 70 runs
+    check(fake, MemcpyBatchBackend(), ("mha", Layout.PAGE_FIRST, Direction.LOAD), pairs)
+    assert [call.arguments[0] for call in fake.named("copy_batch")] == [7] * 20
+
+
+@pytest.mark.parametrize("layout", [Layout.LAYER_FIRST, Layout.PAGE_FIRST_DIRECT])
+def test_neighbours_are_one_copy(layout: Layout) -> None:
+    """Pages that lie together on both sides are handed over as one range."""
+    device, host = pools("mla", layout)
+    pairs = [(1, 0), (2, 1), (3, 2)]
+    prepared = MemcpyBatchBackend().prepare(device, host, Direction.LOAD, runs_of(pairs))
+    assert prepared.num_ops(0) == (1 if layout is Layout.LAYER_FIRST else 3)
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(cell))
+def test_destinations_of_a_layer_never_overlap(cell: Cell) -> None:
+    """The invariant itself, on addresses, over every page set and layer."""
+    name, layout, direction = cell
+    device, host = pools(name, layout)
+    for pairs in page_sets(direction):
+        prepared = MemcpyBatchCopy(PoolCopy.of(device, host, direction, runs_of(pairs)))
+        for layer in range(LAYERS):
+            _, starts, sizes = prepared.ranges(layer)
+            order = np.argsort(starts)
+            assert (starts[order][1:] >= (starts + sizes)[order][:-1]).all()
