@@ -80,13 +80,13 @@ def run(model: PreTrainedModel, tokenizer: Tokenizer, plan: Plan, options: Optio
         progress.begin("loaded", plan.count)
         async with (
             _beating(heartbeat),
-            _sessions(server, options, RESIDENTS, driver, tracer) as some,
+            sessions(server, options.layout, RESIDENTS, driver, tracer) as some,
         ):
             loaded = await server.cached(some, residents=RESIDENTS, evict=True)
         server.tracer = None  # The trace shows the serving loop; what follows is there to compare.
         progress.begin("resident", plan.count)
         chats = len(plan.prompts)
-        async with _sessions(server, options, chats, ThreadsDriver(), None) as all_of_them:
+        async with sessions(server, options.layout, chats, ThreadsDriver(), None) as all_of_them:
             resident = await server.cached(all_of_them, residents=chats, evict=False)
         progress.begin("recomputed", plan.count)
         recomputed = await server.recomputed(_replies(loaded))
@@ -132,9 +132,9 @@ def stalls(tracer: offload.Tracer) -> defaultdict[int, float]:
 
 
 @asynccontextmanager
-async def _sessions(
+async def sessions(
     server: Server,
-    options: Options,
+    layout: str,
     residents: int,
     driver: ThreadsDriver,
     tracer: offload.Tracer | None,
@@ -143,9 +143,7 @@ async def _sessions(
     spec = pool_spec(server.model.config, page_size=PAGE_SIZE, dtype=server.model.dtype)
     pages = -(-server.max_tokens() // PAGE_SIZE)
     device = offload.DevicePool.allocate(spec, num_pages=pages * residents)
-    host = offload.HostPool.like(
-        device, num_pages=pages * len(server.plan.prompts), layout=options.layout
-    )
+    host = offload.HostPool.like(device, num_pages=pages * len(server.plan.prompts), layout=layout)
     async with offload.open_scheduler(device, host, driver=driver, tracer=tracer) as scheduler:
         yield Sessions(server.model.config, scheduler, device=device, host=host)
 

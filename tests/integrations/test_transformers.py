@@ -193,7 +193,8 @@ def test_a_crop_while_loading_changes_what_is_seen_and_nothing_else() -> None:
             logits = await r.use(session, ids(2, seed=5))
             await transfer
             stock = r.stock()
-            stock.activate_past_recording()  # Without it, transformers cannot crop past a window.  # type: ignore[no-untyped-call]
+            # Without it, transformers cannot crop past a window.
+            stock.activate_past_recording()  # type: ignore[no-untyped-call]
             await r.logits(stock, ids(PREFIX, seed=1))
             stock.crop(-3)
             assert same_bits([logits], [await r.logits(stock, ids(2, seed=5))])
