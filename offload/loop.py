@@ -90,3 +90,30 @@ class Home:
                 f"{self._process}, and its threads did not come along when that forked. Open a "
                 "scheduler in this process."
             )
+
+
+class Nowhere(Home):
+    """The loop of a scheduler that was not opened yet: it can do nothing."""
+
+    def __init__(self) -> None:
+        """Know no loop."""
+
+    @property
+    def here(self) -> bool:
+        """Never."""
+        return False
+
+    def post(self, callback: Callable[[], object]) -> bool:
+        """Refuse.
+
+        Raises:
+            RequestError: Always.
+        """
+        raise RequestError(
+            "the scheduler is not open. Use it inside `async with open_scheduler(...)`, or "
+            "start_scheduler where there is no event loop."
+        )
+
+    def check_process(self, call: str) -> None:
+        """Refuse as `post` does."""
+        self.post(lambda: None)
