@@ -164,7 +164,13 @@ class Counters:
     load: DirectionCounters = attrs.field(factory=DirectionCounters, init=False)
     backup: DirectionCounters = attrs.field(factory=DirectionCounters, init=False)
     forward_ns: int = attrs.field(default=0, init=False)
-    """Time inside forward passes that `layerwise.attach` saw."""
+    """Time from the first layer to the last one of forward passes that `layerwise.attach` saw."""
+    _lock: threading.Lock = attrs.field(factory=threading.Lock, init=False)
+
+    def forwarded(self, ns: int) -> None:
+        """Count a forward pass. Any thread."""
+        with self._lock:
+            self.forward_ns += ns
 
     def of(self, direction: str) -> DirectionCounters:
         """Return the counts of `"load"` or `"backup"`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Self, TypeAlias
@@ -53,6 +54,7 @@ class Attachment:
     _tracer: Tracer | None = None
     _handles: list[RemovableHandle] = attrs.field(factory=list)
     _trace: ForwardTrace | None = None
+    _began_ns: int = 0
 
     def __attrs_post_init__(self) -> None:
         for transfer in (*self._loads, *self._backups):
@@ -89,6 +91,8 @@ class Attachment:
 
     def _before(self, layer: int) -> _Hook:
         def wait(*_: object) -> None:
+            if not layer:
+                self._began_ns = time.perf_counter_ns()
             trace = self._trace
             if trace is not None:
                 trace.arrive(layer)
@@ -99,13 +103,16 @@ class Attachment:
         return wait
 
     def _after(self, layer: int) -> _Hook:
-        ids = tuple(load.id for load in self._loads)
+        ids, last = tuple(load.id for load in self._loads), len(self._modules) - 1
 
         def written(*_: object) -> None:
             if self._trace is not None:
                 self._trace.leave(layer, ids)
             for backup in self._backups:
                 backup.layer_written(layer)
+            if layer == last and self._began_ns:
+                for transfer in (*self._loads, *self._backups)[:1]:
+                    transfer.note_forward(time.perf_counter_ns() - self._began_ns)
 
         return written
 

@@ -21,6 +21,7 @@ from offload.core.machine import (
     Cancel,
 )
 from offload.core.pages import PagesLike
+from offload.counters import Counters
 from offload.errors import SchedulerClosedError
 from offload.group import PagePair, PoolGroup
 from offload.shell import Shell
@@ -300,6 +301,11 @@ class Scheduler:
             if self._shell.stuck is not None:
                 raise SchedulerClosedError("wait for idle pages") from self._shell.stuck
             await self._shell.change()
+
+    @property
+    def counters(self) -> Counters:
+        """The live counts that `statistics` and metrics are read from. Read only."""
+        return self._shell.counters
 
     def statistics(self) -> Statistics:
         """Return the numbers as they are now."""

@@ -12,6 +12,7 @@ import attrs
 
 from offload.core.kinds import Direction
 from offload.core.pages import PagesLike
+from offload.counters import Counters
 from offload.errors import SchedulerClosedError
 from offload.group import PagePair
 from offload.parking import Place
@@ -247,6 +248,11 @@ class ThreadFace:
 
         if not shell.bell.wait(idle, timeout):
             raise TimeoutError(f"pages are still busy after {timeout} s")
+
+    @property
+    def counters(self) -> Counters:
+        """The live counts that `statistics` and metrics are read from. Read only."""
+        return self._shell.counters
 
     def statistics(self) -> Statistics:
         """Return the numbers as they are now."""

@@ -360,6 +360,10 @@ class Transfer:
         """Count a wait for a layer; `start_ns` is 0 when it did not have to wait."""
         self._shell.note_wait(self, layer, start_ns, forward)
 
+    def note_forward(self, ns: int) -> None:
+        """Count a forward pass that ran over this transfer's layers. Any thread."""
+        self._shell.counters.forwarded(ns)
+
     # Called by the scheduler, on the loop's thread --------------------------------------------------------
 
     @property

@@ -30,9 +30,11 @@ EDGES: dict[str, set[str]] = {
     "errors": {"core"},  # core.kinds alone: a test below
     "core": {"errors"},
     "counters": set(),
+    "logs": {"counters"},
     "registry": {"core", "errors"},
     "spec": {"core", "errors"},
-    "pool": {"core", "errors", "registry", "spec"},
+    "pinned": {"driver"},
+    "pool": {"core", "errors", "pinned", "registry", "spec"},
     "explain": {"core", "errors", "registry", "spec"},
     "group": {"core", "errors", "pool", "spec"},
     "groups": {"core", "errors", "group", "pool", "spec"},
