@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from math import lcm
 from typing import Self, TypeAlias
 
 import attrs
@@ -26,6 +27,7 @@ from offload.core.layout import (
 )
 from offload.core.pages import PageAllocator
 from offload.errors import GeometryError
+from offload.pinned import Pinned, pinned_memory
 from offload.pool_adopt import adopt_device, adopt_host
 from offload.pool_memory import flat_view, host_memory
 from offload.pool_pair import check_pair
@@ -249,12 +251,16 @@ class HostPool(Pool):
         _check_padding(geometry)
         dtypes = {name: part.dtype for part in spec.components for name in _stored(part.component)}
         tensors: dict[str, torch.Tensor | list[torch.Tensor]] = {}
+        breaks: dict[str, tuple[int, ...]] = {}
         for array in geometry.arrays:
-            made = [
-                _block(array, dtypes[array.name], pinned=pinned)
+            blocks = [
+                _host_block(array, geometry, pinned=pinned)
                 for _ in range(spec.num_layers if array.separate else 1)
             ]
+            breaks[array.name] = blocks[0].breaks  # of equal sizes, so cut in the same places
+            made = [_shaped(block.memory, array, dtypes[array.name]) for block in blocks]
             tensors[array.name] = made if array.separate else made[0]
+        geometry = geometry.broken(breaks)
         cpu = torch.device("cpu")
         return cls(spec=spec, geometry=geometry, device=cpu, tensors=tensors, pinned=pinned)
 
@@ -307,11 +313,18 @@ def _stored(component: Component) -> list[str]:
     return [component.name, *(name for name, _ in component.parts)]
 
 
-def _block(array: Array, dtype: torch.dtype, *, pinned: bool) -> torch.Tensor:
-    """Return host memory in an array's shape."""
-    block = host_memory(array.nbytes, pinned=pinned).view(dtype)
+def _host_block(array: Array, geometry: Geometry, *, pinned: bool) -> Pinned:
+    """Return the memory of an array, and where its registrations meet if it is pinned."""
+    if not pinned:
+        return Pinned(host_memory(array.nbytes), ())
+    strides = [part.page_stride for part in geometry.components if part.array == array.name]
+    return pinned_memory(array.nbytes, granule=lcm(*strides))
+
+
+def _shaped(block: torch.Tensor, array: Array, dtype: torch.dtype) -> torch.Tensor:
+    """Return memory in an array's shape."""
     steps = tuple(stride // dtype.itemsize for stride in array.strides)
-    return block.as_strided(array.shape, steps)
+    return block.view(dtype).as_strided(array.shape, steps)
 
 
 def _check_padding(geometry: Geometry) -> None:
@@ -334,7 +347,7 @@ def _offsets(part: ComponentGeometry) -> list[int]:
 
 def _zeros(nbytes: int, device: torch.device) -> torch.Tensor:
     if device.type == "cpu":
-        return host_memory(nbytes, pinned=False)
+        return host_memory(nbytes)
     return torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
 

@@ -10,17 +10,14 @@ ALIGNMENT = 4096
 """Bytes. What direct file I/O and memory registration ask of an address."""
 
 
-def host_memory(nbytes: int, *, pinned: bool) -> torch.Tensor:
+def host_memory(nbytes: int) -> torch.Tensor:
     """Return a block of zeroed host bytes whose base is a multiple of `ALIGNMENT`.
 
-    Not pinned: nothing is resident until it is touched, and a forked child that writes gets a copy.
+    Nothing is resident until it is touched, and a forked child that writes gets a copy.
 
     Shapes:
         [nbytes] of uint8.
     """
-    if pinned:
-        block = torch.zeros(nbytes + ALIGNMENT, dtype=torch.uint8, pin_memory=True)
-        return block.narrow(0, -block.data_ptr() % ALIGNMENT, nbytes)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     return torch.frombuffer(mmap.mmap(-1, nbytes, flags=flags), dtype=torch.uint8)
 

@@ -288,6 +288,9 @@ class FakeCuda:
     def current_device(self) -> int:
         return self._thread.device
 
+    def pci_address(self, device: int) -> str:
+        return f"ffff:ff:{device:02x}.0"
+
     def relax_capture(self) -> None:
         self._call("relax_capture")
         self._thread.relaxed = True

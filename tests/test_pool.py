@@ -493,7 +493,7 @@ def test_a_huge_pool_is_lazy_and_addressed_beyond_two_to_the_31() -> None:
 def test_host_memory_is_aligned_and_zero() -> None:
     """Raw host memory starts at 4096 and reads as zero, whatever its size."""
     for nbytes in (1, 4095, 4097):
-        block = host_memory(nbytes, pinned=False)
+        block = host_memory(nbytes)
         assert block.shape == (nbytes,)
         assert block.data_ptr() % ALIGNMENT == 0
         assert not block.any()

@@ -9,6 +9,7 @@ import attrs
 from offload.backend.base import Access, PoolCopy
 from offload.core.kinds import Direction
 from offload.core.plan import Ops, Runs, copy_ops
+from offload.driver.cuda_calls import copier
 from offload.pool import DevicePool, HostPool
 
 
@@ -33,7 +34,7 @@ class DirectCopy:
 
     def copy(self, layer: int) -> None:
         """Copy run by run. From and to pinned memory, the current stream goes on meanwhile."""
-        both = self._both
+        both, move = self._both, copier()
         for index, (ours, theirs) in enumerate(both.pairs):
             source, _ = both.source.flat(ours.name, layer)
             destination, _ = both.destination.flat(theirs.name, layer)
@@ -42,7 +43,7 @@ class DirectCopy:
             for start, end, size in zip(
                 starts.tolist(), ends.tolist(), sizes.tolist(), strict=True
             ):
-                destination[end : end + size].copy_(source[start : start + size], non_blocking=True)
+                move(destination[end : end + size], source[start : start + size])
 
     def nbytes(self, layer: int) -> int:
         """Return the bytes of one pool layer."""

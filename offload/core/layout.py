@@ -231,6 +231,11 @@ class Geometry:
     whole: tuple[Component, ...]
     """The components by sizes, as the spec has them: pieces that are stored apart count as one."""
 
+    def broken(self, breaks: Mapping[str, tuple[int, ...]]) -> Geometry:
+        """Return the same geometry with places that no copy may cross, by array name."""
+        parts = (attrs.evolve(part, breaks=breaks[part.array]) for part in self.components)
+        return attrs.evolve(self, components=tuple(parts))
+
     @property
     def label(self) -> str:
         """The layout's name, or its axes where it has none."""

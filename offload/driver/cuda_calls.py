@@ -110,6 +110,9 @@ class CudaCalls(Protocol):
     def current_device(self) -> int:
         """Return the calling thread's current device."""
 
+    def pci_address(self, device: int) -> str:
+        """Return where a device hangs, such as `0000:1b:00.0`."""
+
     def relax_capture(self) -> None:
         """Let the calling thread make calls that another thread's graph capture would forbid."""
 
@@ -220,6 +223,15 @@ def here() -> CudaCalls:
     if _BOUND.calls is None:
         raise RuntimeError("this thread works for no CUDA stream, so it has no CUDA calls")
     return _BOUND.calls
+
+
+def copier() -> Callable[[torch.Tensor, torch.Tensor], object]:
+    """Return how the calling thread copies bytes: through its stream's calls, or at once if it has none."""
+    return _copy_now if _BOUND.calls is None else _BOUND.calls.copy
+
+
+def _copy_now(destination: torch.Tensor, source: torch.Tensor) -> None:
+    destination.copy_(source)
 
 
 def code(error: BaseException) -> int | None:
@@ -342,6 +354,12 @@ class TorchCuda:
 
     def current_device(self) -> int:
         return torch.cuda.current_device()
+
+    def pci_address(self, device: int) -> str:
+        handle, text = ctypes.c_int(), ctypes.create_string_buffer(32)
+        self._driver("cuDeviceGet", ctypes.byref(handle), ctypes.c_int(device))
+        self._driver("cuDeviceGetPCIBusId", text, ctypes.c_int(len(text)), handle)
+        return text.value.decode()
 
     def _context(self, device: int) -> ctypes.c_void_p:
         found = self._contexts.get(device)
