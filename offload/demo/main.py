@@ -25,6 +25,8 @@ from offload.driver.threads import ThreadsDriver
 from offload.integrations.transformers import Sessions, pool_spec
 
 PAGE_SIZE = 16
+PICTURED = 2
+"""Forward passes in the picture: the last one that met a load, and the one before."""
 RESIDENTS = 2
 """Sessions that the device pool holds while loading: one computes, one arrives or leaves."""
 
@@ -103,7 +105,7 @@ def run(model: PreTrainedModel, tokenizer: Tokenizer, plan: Plan, options: Optio
     options.out.mkdir(parents=True, exist_ok=True)
     results.write(options.out / "demo.json")
     tracer.export(options.out / "demo.trace.json.gz")
-    tracer.svg(options.out / "demo.svg")
+    tracer.svg(options.out / "demo.svg", steps=PICTURED)
     return results
 
 

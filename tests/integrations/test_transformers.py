@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import anyio
 import anyio.to_thread
@@ -129,6 +130,23 @@ def test_generate_gives_the_same_tokens(name: str, dtype: torch.dtype) -> None:
             cache = r.stock()
             forward(r.model, cache, ids(PREFIX, seed=1))
             assert tokens.tolist() == generate(r.model, cache, prompt, 10).tolist()
+
+    anyio.run(body)
+
+
+@MODELS
+def test_assisted_generation_rolls_the_cache_back(name: str) -> None:
+    """Guessed tokens that were wrong are cropped, also past a sliding window: the tokens stay the same."""
+
+    async def body() -> None:
+        async with rig(name, torch.float32) as r:
+            session = await evicted(r)
+            prompt = torch.cat([ids(PREFIX, seed=1), ids(3, seed=2), ids(3, seed=2)], dim=1)
+            await session.load()
+            with session.use() as cache:
+                guessing = partial(generate, r.model, cache, prompt, 10, guesses=3)
+                tokens = await anyio.to_thread.run_sync(guessing)
+            assert tokens.tolist() == generate(r.model, None, prompt, 10).tolist()
 
     anyio.run(body)
 

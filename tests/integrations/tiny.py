@@ -142,8 +142,13 @@ def generate(
     count: int,
     *,
     num_beams: int = 1,
+    guesses: int | None = None,
 ) -> torch.Tensor:
-    """Return greedy tokens, the prompt included."""
+    """Return greedy tokens, the prompt included.
+
+    Args:
+        guesses: Tokens to guess from the prompt at each step; wrong ones are cropped again.
+    """
     with torch.inference_mode():
         # Typed as a module's attribute, which could be a tensor.
         run = cast("Callable[..., torch.Tensor]", model.generate)
@@ -153,6 +158,7 @@ def generate(
             max_new_tokens=count,
             do_sample=False,
             num_beams=num_beams,
+            prompt_lookup_num_tokens=guesses,
         )
         return tokens
 

@@ -163,7 +163,7 @@ class PagedCache(Cache):
 
     def __init__(self, shape: CachedShape, residency: Residency) -> None:
         super().__init__(layers=[_layer(layer, residency) for layer in shape.layers])
-        self._residency = residency
+        self.residency = residency
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget the last `-tokens_to_remove` tokens, on the device and on the host.
@@ -171,11 +171,11 @@ class PagedCache(Cache):
         Raises:
             RequestError: A positive number, as in transformers, or more tokens than there are.
         """
-        self._residency.ledger.crop(tokens_to_remove)
+        self.residency.ledger.crop(tokens_to_remove)
 
     def reset(self) -> None:
         """Forget all tokens. The pages stay."""
-        self._residency.ledger.crop(-self._residency.ledger.tokens)
+        self.residency.ledger.crop(-self.residency.ledger.tokens)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> NoReturn:
         """Refuse: a session is one sequence."""

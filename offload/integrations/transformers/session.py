@@ -16,7 +16,7 @@ async with offload.open_scheduler(device, host) as scheduler:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import anyio
@@ -63,9 +63,7 @@ class Sessions:
         self._scheduler = scheduler
         self._device = device
         self._host = host
-        _views(
-            device, self._shape, np.arange(device.num_pages)
-        )  # Refuses an unsuitable order of axes.
+        self._slots = _slots(device, self._shape)
 
     def open(self, *, max_tokens: int) -> Session:
         """Reserve device pages for a new, empty session.
@@ -80,9 +78,8 @@ class Sessions:
             raise RequestError(f"max_tokens is at least 1, got {max_tokens}", value=max_tokens)
         page_size = self._device.spec.page_size
         capacity = -(-max_tokens // page_size) * page_size
-        session = Session(
-            self._shape, self._scheduler, self._device, self._host, Ledger(page_size, capacity)
-        )
+        cache = PagedCache(self._shape, Residency(Ledger(page_size, capacity)))
+        session = Session(cache, self._scheduler, self._device, self._host, self._slots)
         session._take(self._device.pages.alloc(capacity // page_size, contiguous=True), load=None)
         return session
 
@@ -96,25 +93,25 @@ class Session:
 
     def __init__(
         self,
-        shape: CachedShape,
+        cache: PagedCache,
         scheduler: Scheduler,
         device: DevicePool,
         host: HostPool,
-        ledger: Ledger,
+        slots: Sequence[View],
     ) -> None:
-        self._shape = shape
+        self.cache = cache
+        """The `past_key_values` of every forward of this session. Updated only inside `use`."""
+        self._residency = cache.residency
+        self._ledger = cache.residency.ledger
         self._scheduler = scheduler
         self._device = device
         self._host = host
-        self._ledger = ledger
-        self._residency = Residency(ledger)
+        self._slots = slots
         self._device_pages: Pages | None = None
         self._host_pages: Pages = NO_PAGES
         self._load: Transfer | None = None
         self._busy: str | None = None
         self._backing_up = anyio.Lock()
-        self.cache = PagedCache(shape, self._residency)
-        """The `past_key_values` of every forward of this session. Updated only inside `use`."""
 
     def __repr__(self) -> str:
         where = "resident" if self.resident else "evicted"
@@ -253,7 +250,12 @@ class Session:
         """Hold these device pages; `load` is filling them."""
         self._device_pages = pages
         self._load = self._residency.load = load
-        self._residency.views = _views(self._device, self._shape, pages)
+        page_size = self._ledger.page_size
+        start, length = int(pages[0]) * page_size, len(pages) * page_size
+        self._residency.views = [
+            (keys.narrow(2, start, length), values.narrow(2, start, length))
+            for keys, values in self._slots
+        ]
 
     def _release_device(self) -> None:
         assert self._device_pages is not None
@@ -293,33 +295,26 @@ class Session:
             self._load = self._residency.load = None
 
 
-def _views(device: DevicePool, shape: CachedShape, pages: Pages) -> list[View]:
-    """Return K and V of the token slots of a run of pages, one pair per pool layer.
+def _slots(device: DevicePool, shape: CachedShape) -> list[View]:
+    """Return K and V of every token slot of the pool, one pair per pool layer.
 
     Shapes:
-        [1, H, S, D] and [1, H, S, Dv], S = pages * page_size, as strides over the pool's [P, T, H, D].
+        [1, H, P * T, D] and [1, H, P * T, Dv], as strides over the pool's [P, T, H, D].
 
     Raises:
         GeometryError: The pool's order of axes has no such strides.
     """
-    start, stop = int(pages[0]), int(pages[-1]) + 1
     made: list[View] = []
     for layer in range(device.num_layers):
-        parts = [
-            _slots(device, component.name, component.dtype, layer, start, stop)
-            for component in device.spec.components
-        ]
+        parts = [_one_run(device, each.name, each.dtype, layer) for each in device.spec.components]
         if shape.latent:
             parts = list(torch.split(parts[0], [shape.key_dim, shape.value_dim], dim=-1))
         made.append((parts[0], parts[1]))
     return made
 
 
-def _slots(
-    device: DevicePool, component: str, dtype: torch.dtype, layer: int, start: int, stop: int
-) -> torch.Tensor:
-    """Return the token slots of a range of pages in one layer, [1, H, S, D]."""
-    pages = device.view(component, layer)[start:stop].view(dtype)
+def _one_run(device: DevicePool, component: str, dtype: torch.dtype, layer: int) -> torch.Tensor:
+    pages = device.view(component, layer).view(dtype)
     try:
         slots = pages.view(-1, *pages.shape[2:])
     except RuntimeError:
