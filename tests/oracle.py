@@ -53,26 +53,31 @@ def cell(pool: Pool, component: str, layer: int, page: int, token: int, head: in
     if isinstance(tensor, list):
         row = tensor[layer][slot] if opaque else tensor[layer][slot, head]
         return row.reshape(-1).view(torch.uint8)
+    if opaque:
+        row = _opaque_row(pool, tensor, layer, page)
+        return row[token * part.dim : (token + 1) * part.dim].view(torch.uint8)
     match pool.geometry.layout:
         case Layout.LAYER_FIRST:
-            row = tensor[layer, page] if opaque else tensor[layer, slot, head]
-        case Layout.PAGE_FIRST if opaque:
-            row = tensor[page, layer]
+            row = tensor[layer, slot, head]
         case Layout.PAGE_FIRST if tensor.ndim == 5:  # a padded page stride takes P and T apart
             row = tensor[page, token, layer, head]
         case Layout.PAGE_FIRST:
             row = tensor[slot, layer, head]
-        case Layout.PAGE_FIRST_DIRECT | Layout.PAGE_FIRST_KV_SPLIT if opaque:
-            row = tensor[page, layer, 0]
         case Layout.PAGE_FIRST_DIRECT | Layout.PAGE_FIRST_KV_SPLIT:
             row = tensor[page, layer, token, head]
         case Layout.PAGE_HEAD:
             row = tensor[page, head, token, layer]
         case _:
             raise AssertionError(pool.geometry.label)
-    if opaque:
-        row = row[token * part.dim : (token + 1) * part.dim]
     return row.view(torch.uint8)
+
+
+def _opaque_row(pool: Pool, tensor: torch.Tensor, layer: int, page: int) -> torch.Tensor:
+    """Return one layer of an opaque page, whatever axes its elements are spread over."""
+    first = pool.geometry.layout is Layout.LAYER_FIRST
+    if tensor.ndim == 2:  # one layer, and no axis for it
+        tensor = tensor.unsqueeze(0 if first else 1)
+    return (tensor[layer, page] if first else tensor[page, layer]).view(-1)
 
 
 def copy(
