@@ -87,17 +87,29 @@ async def settle() -> None:
 
         await trio.testing.wait_all_tasks_blocked()
         return
+    loop = asyncio.get_running_loop()
     me = asyncio.current_task()
     quiet = 0
     # Two quiet rounds: a callback posted from outside may wake a task in the first.
     while quiet < 2:
-        await asyncio.sleep(0)
+        turn = _Turn(loop=loop)
+        loop.call_soon(turn.end)
+        await turn
         quiet = (
             0 if any(_runs(task) for task in asyncio.all_tasks() if task is not me) else quiet + 1
         )
 
 
+class _Turn(asyncio.Future[None]):
+    """What a task waits for that lets the others run: two such tasks must not wait for each other."""
+
+    def end(self) -> None:
+        """Let the task go on, unless it was cancelled meanwhile."""
+        if not self.done():
+            self.set_result(None)
+
+
 def _runs(task: asyncio.Task[object]) -> bool:
     """Return whether a task waits for nothing that is still to come."""
     waiter: asyncio.Future[object] | None = getattr(task, "_fut_waiter", None)
-    return waiter is None or waiter.done()
+    return waiter is None or (waiter.done() and not isinstance(waiter, _Turn))
