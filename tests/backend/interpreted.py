@@ -8,14 +8,16 @@ import numpy as np
 import pytest
 import torch
 
+from offload.backend import staged
 from offload.backend.kernel import KernelBackend
+from offload.backend.staged import StagedBackend
 from offload.core.kinds import Direction, IoBackend, Layout
 from offload.pool import DevicePool, HostPool
 from offload.spec import PoolSpec
 from offload.testing_cuda import FakeCuda
 from tests import oracle
 from tests.backend.fake_stream import Cell, cells, check, on_stream
-from tests.backend.test_matrix import page_sets, pools, runs_of
+from tests.backend.test_matrix import SPECS, page_sets, pools, runs_of
 
 CELLS = cells(IoBackend.KERNEL)
 ROW = 33_660  # bytes: a multiple of 4 and not of 8
@@ -31,6 +33,31 @@ def test_a_supported_cell_copies_as_the_oracle_does(cell: Cell) -> None:
     """Asked bytes arrive and all others stay; rows, heads, tails and every word width."""
     for seed, pairs in enumerate(page_sets(cell[2])):
         check(FakeCuda(seed), KernelBackend(), cell, pairs)
+
+
+@pytest.mark.parametrize("cell", cells(IoBackend.STAGED), ids=lambda cell: "-".join(cell))
+def test_a_staged_cell_copies_as_the_oracle_does(
+    cell: Cell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through staging memory for three pages, in several turns, and through plenty of it in one."""
+    few, *_, many = page_sets(cell[2])[3:]
+    for seed, pairs in enumerate((few, many, [])):
+        check(FakeCuda(seed), StagedBackend(), cell, pairs)
+        page_bytes = SPECS[cell[0]].layer_bytes
+        monkeypatch.setattr(staged, "STAGING_BYTES", 3 * page_bytes + 1)
+        check(FakeCuda(seed), StagedBackend(), cell, pairs)
+
+
+def test_staging_makes_one_copy_of_host_neighbours() -> None:
+    """Pages scattered on the device and together in the host pool cross the link in one piece."""
+    fake = FakeCuda()
+    device, host = pools("mla", Layout.LAYER_FIRST)
+    pairs = [(6, 2), (0, 3), (3, 4), (1, 5)]
+    with on_stream(fake):
+        StagedBackend().prepare(device, host, Direction.BACKUP, runs_of(pairs)).copy(1)
+        fake.run()
+    assert [call.arguments[0] for call in fake.named("copy_batch")] == [1]
+    assert len(fake.named("launch")) == 1
 
 
 def test_the_word_paths_are_all_taken() -> None:

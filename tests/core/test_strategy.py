@@ -239,5 +239,5 @@ def test_registered_columns_decide_for_themselves() -> None:
     table = Table(columns={"mine": lambda *_: "my_copies"})
     args = (PoolKind.MHA, Direction.LOAD)
     assert table.resolve(*args, "mine", host, device) == "my_copies"
-    with pytest.raises(UnsupportedPairError, match="'kernel', 'cpu' or 'mine'; or keep"):
+    with pytest.raises(UnsupportedPairError, match="'staged', 'cpu' or 'mine'; or keep"):
         table.resolve(*args, "direct", host, device)
