@@ -12,7 +12,7 @@ from offload.core.checks import worst_runs
 from offload.core.kinds import AUTO, Direction, IoBackend, Layout, PoolKind, parse
 from offload.core.layout import Component, Geometry, device_geometry, host_geometry, matched
 from offload.core.strategy import Table
-from offload.errors import UnknownNameError, UnsupportedPairError, one_of
+from offload.errors import GeometryError, UnknownNameError, UnsupportedPairError, one_of
 from offload.spec import PoolSpec
 
 DEVICES = ("cpu", "cuda")
@@ -166,7 +166,7 @@ def cells(kind: PoolKind | None = None, *, device: str | None = None) -> Iterato
     kinds = list(PoolKind) if kind is None else [kind]
     layouts = [*Layout, *registry.layouts()]
     for each, way, layout in product(kinds, Direction, layouts):
-        for name in registry.table().names:
+        for name in registry.table().names if _holds(layout, each) else ():
             yield explain_parts(
                 each,
                 NOMINAL[each],
@@ -175,3 +175,12 @@ def cells(kind: PoolKind | None = None, *, device: str | None = None) -> Iterato
                 direction=way,
                 device=device,
             )
+
+
+def _holds(layout: str, kind: PoolKind) -> bool:
+    """Return whether a layout has every axis of a kind; a registered one may lack some."""
+    try:
+        host_geometry(kind, NOMINAL[kind], registry.layout(layout), num_layers=2, num_pages=_PAGES)
+    except GeometryError:
+        return False
+    return True

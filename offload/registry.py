@@ -83,7 +83,7 @@ def register_layout(name: str, axes: str) -> None:
     """
     with _REGISTRY.lock:
         _claim("layout", name, {*Layout, *_REGISTRY.layouts})
-        _REGISTRY.layouts[name] = Axes(axes)
+        _REGISTRY.layouts[name] = Axes(axes, name=name)
 
 
 def backends() -> Mapping[str, BackendEntry]:
@@ -108,7 +108,7 @@ def table(on: str | None = None) -> Table:
         on: `cpu` or `cuda`: reject what cannot run there.
     """
     columns = {name: entry.column for name, entry in backends().items()}
-    return Table(columns=columns, on=on)
+    return Table(columns=columns, orders=layouts(), on=on)
 
 
 def io_backend(name: str) -> str:

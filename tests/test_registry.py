@@ -12,7 +12,7 @@ from offload.core.kinds import Direction, IoBackend, Layout, PoolKind
 from offload.core.layout import Geometry
 from offload.core.strategy import Rejection
 from offload.errors import RequestError, UnknownNameError, UnsupportedPairError
-from offload.explain import explain
+from offload.explain import cells, explain
 from offload.pool import HostPool
 from offload.spec import PoolSpec
 
@@ -64,6 +64,20 @@ def test_a_layout_gets_a_name() -> None:
     assert explain(SPEC, layout="head_first", io_backend="cpu").supported
     with pytest.raises(UnknownNameError, match="did you mean 'head_first'"):
         registry.layout("head_frist")
+
+
+def test_a_registered_layout_is_called_by_its_name() -> None:
+    """Errors, offers and the printed matrix say the name; kinds whose axes it lacks are left out."""
+    registry.register_layout("head_first", "h p l t d")
+    registry.register_layout("headless", "p l td")
+    host = HostPool.allocate(SPEC, num_pages=2, layout="head_first", page_align=None)
+    assert host.geometry.label == "head_first"
+    verdict = explain(SPEC, layout="head_first", io_backend="direct")
+    assert verdict.text.startswith("io_backend 'direct' cannot load layout 'head_first' (mha)")
+    assert "head_first" in explain(SPEC, layout="page_first", io_backend="cpu").layouts
+    found = {(each.kind, each.layout) for each in cells()}
+    assert {("mha", "head_first"), ("rows", "headless")} <= found
+    assert ("mha", "headless") not in found
 
 
 def test_a_driver_gets_a_name() -> None:

@@ -25,6 +25,9 @@ class Axes:
 
     text: str
 
+    name: str | None = attrs.field(default=None, eq=False, kw_only=True)
+    """What `register_layout` called it."""
+
     def __attrs_post_init__(self) -> None:
         """Refuse unknown, repeated or missing letters."""
         letters = self.order

@@ -239,7 +239,7 @@ class Geometry:
     @property
     def label(self) -> str:
         """The layout's name, or its axes where it has none."""
-        return self.layout.value if self.layout is not None else self.axes.text
+        return self.layout.value if self.layout is not None else self.axes.name or self.axes.text
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -357,7 +357,7 @@ def host_geometry(
             remedy="Use 'page_first', 'page_first_direct', 'page_head' or 'page_first_kv_split'.",
         )
     if page_align > 1:
-        axes = Axes(axes.text.replace("pt", "p t"))
+        axes = attrs.evolve(axes, text=axes.text.replace("pt", "p t"))
     return _dense(kind, components, axes, named, num_layers, num_pages, page_align)
 
 

@@ -12,10 +12,11 @@ from itertools import product
 
 import attrs
 
+from offload.core.axes import Axes
 from offload.core.checks import CHECKS, worst_runs
 from offload.core.kinds import AUTO, Direction, IoBackend, Layout, PoolKind
 from offload.core.layout import Geometry, host_geometry, matched
-from offload.errors import UnsupportedPairError
+from offload.errors import GeometryError, UnsupportedPairError
 
 
 class Strategy(StrEnum):
@@ -186,6 +187,9 @@ class Table:
     columns: Mapping[str, Column] = {}
     """Io backends that were registered, by name."""
 
+    orders: Mapping[str, Axes] = {}
+    """Layouts that were registered, by name."""
+
     on: str | None = None
     """`cpu`, `cuda`, or None: whatever the device. Rejects what cannot run there."""
 
@@ -276,8 +280,8 @@ class Table:
         if io_backend == AUTO:
             return ()
         return tuple(
-            layout.value
-            for layout, other in _relaid(host).items()
+            layout
+            for layout, other in _relaid(host, self.orders).items()
             if isinstance(self.judge(kind, direction, io_backend, other, device), str)
         )
 
@@ -294,8 +298,8 @@ class Table:
         io_backends = self.io_backends(kind, direction, host, device)
         layouts = self.layouts(kind, direction, io_backend, host, device)
         pairs = (
-            (name, layout.value)
-            for layout, other in _relaid(host).items()
+            (name, layout)
+            for layout, other in _relaid(host, self.orders).items()
             for name in self.io_backends(kind, direction, other, device)
         )
         return UnsupportedPairError(
@@ -338,14 +342,19 @@ def _misplaced(io_backend: IoBackend, on: str | None) -> str | None:
     return None
 
 
-def _relaid(host: Geometry) -> dict[Layout, Geometry]:
-    return {
-        layout: host_geometry(
-            host.kind,
-            host.whole,
-            layout,
-            num_layers=host.num_layers,
-            num_pages=host.num_pages,
-        )
-        for layout in Layout
-    }
+def _relaid(host: Geometry, orders: Mapping[str, Axes]) -> dict[str, Geometry]:
+    """Return the pool in every layout that can hold it, by name."""
+    found: dict[str, Geometry] = {}
+    for layout in (*Layout, *orders.values()):
+        try:
+            other = host_geometry(
+                host.kind,
+                host.whole,
+                layout,
+                num_layers=host.num_layers,
+                num_pages=host.num_pages,
+            )
+        except GeometryError:  # a registered order that lacks an axis of this kind
+            continue
+        found[other.label] = other
+    return found
