@@ -52,7 +52,8 @@ from offload.errors import RequestError, SchedulerClosedError
 from offload.flight import Bell, Flight
 from offload.group import PoolGroup
 from offload.holding import HoldBlock
-from offload.loop import Home
+from offload.logs import SLOW_NS, RateLimited, logger
+from offload.loop import Home, Nowhere
 from offload.parking import Line
 from offload.route import Route
 from offload.statistics import DirectionStatistics, Statistics
@@ -90,7 +91,7 @@ class Shell:
 
     machine: Machine = attrs.field(init=False)
     line: Line = attrs.field(init=False)
-    home: Home = attrs.field(init=False)
+    home: Home = attrs.field(factory=Nowhere)
     timer: Timer = attrs.field(init=False)
     transfers: dict[int, Transfer] = attrs.field(factory=dict)
     """Those whose pages are still claimed."""
@@ -99,24 +100,31 @@ class Shell:
     _arrivals: deque[Flight] = attrs.field(factory=deque)
     _inbox: deque[Callable[[], None]] = attrs.field(factory=deque)
     _turn_due: bool = False
+    _failures: RateLimited = attrs.field(factory=RateLimited)
+    _slow: RateLimited = attrs.field(factory=RateLimited)
     _changed: list[anyio.Event] = attrs.field(factory=list)
+
+    def __attrs_post_init__(self) -> None:
+        tables = tuple(
+            (member.host.pages.table, member.device.pages.table) for member in self.group.members
+        )
+        self.machine = Machine(self.group.num_layers, tables, self.limits)
+        self.line = Line(self._fits)
 
     def open(self) -> None:
         """Settle on the loop that runs now.
 
         Raises:
-            RequestError: A pool belongs to a scheduler that is open.
+            RequestError: A pool belongs to a scheduler that is open; or this one was opened before.
         """
-        tables = tuple(
-            (member.host.pages.table, member.device.pages.table) for member in self.group.members
-        )
+        if not isinstance(self.home, Nowhere):
+            raise RequestError("a scheduler can be entered once. Call open_scheduler again.")
         self.take_pools(self)
-        self.machine = Machine(self.group.num_layers, tables, self.limits)
-        self.line = Line(self._fits)
         self.home = Home()
         self.timer = Timer(self.driver, self.home)
         if self.tracer is not None:
             self.tracer.opened(str(self.group.anchor.device.device), self._in_flight)
+        logger.info("open: %r on %s, %s", self.group, self.driver.name, self.limits)
 
     def take_pools(self, owner: object | None) -> None:
         """Make the pools' tables ours, or nobody's.
@@ -146,6 +154,8 @@ class Shell:
             self, request, submission.submitted_ns, submission.tags, submission.after
         )
         counters = self.counters.of(request.direction)
+        if request.streaming:
+            transfer.stream()
         if not request.num_pages:
             counters.admit()
             counters.withdraw()
@@ -153,14 +163,12 @@ class Shell:
             counters.settle()
             transfer.release()
             return transfer
-        if request.streaming:
-            transfer.stream()
         self.handle(request)
         self.transfers[request.id] = transfer
         counters.admit()
         self._gate(request.id, submission)
         if submission.deadline is not None:
-            self.timer.call_at(submission.deadline, lambda: self._expire(request.id))
+            self.timer.call_at(submission.deadline, lambda: self._expire(transfer))
         self.ask_for_turn()
         return transfer
 
@@ -188,6 +196,8 @@ class Shell:
         counters = self.counters.of(lead.direction)
         counters.admit()
         counters.withdraw()
+        if submission.deadline is not None:
+            self.timer.call_at(submission.deadline, lambda: self._expire(rider))
         return rider
 
     def submit_nowait(self, submission: Submission) -> Transfer:
@@ -220,9 +230,17 @@ class Shell:
         most, queued = self.limits.max_queued_bytes, self.machine.queued_bytes
         return most is None or not queued or queued + nbytes <= most
 
-    def _expire(self, request: int) -> None:
-        error = TimeoutError("its deadline passed before it had settled")
-        self.handle(Cancel(request, error))
+    def _expire(self, transfer: Transfer) -> None:
+        if not transfer.done:
+            self._abandon(transfer, TimeoutError("its deadline passed before it had settled"))
+
+    def _abandon(self, transfer: Transfer, error: BaseException | None) -> None:
+        """End a transfer for its caller; the copies go on where others ride on them."""
+        if transfer.leave():
+            state = State.CANCELLED if error is None else State.FAILED
+            self._count(transfer, transfer.settle(state, error, None), error)
+        else:
+            self.handle(Cancel(transfer.request.id, error))
         self.ask_for_turn()
 
     def call_at(self, when: float, act: Callable[[], None]) -> None:
@@ -237,14 +255,8 @@ class Shell:
             self.post(lambda: self.cancel(transfer))
             return
         self.take_inbox()
-        if transfer.done:
-            return
-        if transfer.leave():  # others still want the copy
-            transfer.settle(State.CANCELLED, None, None)
-            self._count(transfer, State.CANCELLED, None)
-        else:
-            self.handle(Cancel(transfer.request.id))
-        self.ask_for_turn()
+        if not transfer.done:
+            self._abandon(transfer, None)
 
     def layer_written(self, transfer: Transfer, layer: int) -> None:
         """See `Transfer.layer_written`."""
@@ -448,19 +460,23 @@ class Shell:
             self.counters.of(transfer.direction).withdraw()
         for each in (transfer, *transfer.riders()):
             if not each.settled:
-                each.settle(state, piece.error, layer)
-                self._count(each, state, piece.error)
+                self._count(each, each.settle(state, piece.error, layer), piece.error)
 
     def _count(self, transfer: Transfer, state: State, error: BaseException | None) -> None:
         counters = self.counters.of(transfer.direction)
-        counters.settle(failed=error, cancelled=state is State.CANCELLED)
+        failed = error if state is State.FAILED else None
+        counters.settle(failed=failed, cancelled=state is State.CANCELLED)
         self.bell.ring()
-        tracer = self.tracer
+        now, tracer = time.perf_counter_ns(), self.tracer
+        if state is State.FAILED:
+            self._failures.warning("%r failed: %r", transfer, error)
+        elif transfer.issued_ns and now - transfer.issued_ns > SLOW_NS:
+            self._slow.warning("%r took %.1f s", transfer, (now - transfer.issued_ns) / 1e9)
         if tracer is not None and tracer.active:
             request = transfer.request
             tracer.request(
                 request.id, request.direction, transfer.submitted_ns, transfer.issued_ns,
-                time.perf_counter_ns(), request.nbytes, request.num_pages, state, transfer.tags,
+                now, request.nbytes, request.num_pages, state, transfer.tags,
             )  # fmt: skip
 
     def _unlock(self, piece: Piece) -> None:
@@ -495,8 +511,7 @@ class Shell:
         for transfer in list(self.transfers.values()):
             for each in (transfer, *transfer.riders()):
                 if not each.settled:
-                    each.settle(State.FAILED, error, None)
-                    self._count(each, State.FAILED, error)
+                    self._count(each, each.settle(State.FAILED, error, None), error)
         self.bell.ring()
         self._notify()
 

@@ -269,7 +269,7 @@ class ThreadFace:
                 return admission.future.result(timeout)
             except FutureTimeout:
                 if admission.future.done():
-                    continue  # it is the outcome: a deadline that passed in the line
+                    return admission.future.result()  # or raise: its deadline passed in the line
                 if admission.give_up():
                     raise TimeoutError(
                         f"no room within {timeout} s; nothing was submitted"

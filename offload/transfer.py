@@ -440,10 +440,13 @@ class Transfer:
         for rider in self._joined or ():
             rider.wake(layers)
 
-    def settle(self, state: State, error: BaseException | None, layer: int | None) -> None:
-        """Fix the outcome; what has landed by now stays usable."""
+    def settle(self, state: State, error: BaseException | None, layer: int | None) -> State:
+        """Fix the outcome, and return it: done after all when everything has landed meanwhile.
+
+        What has landed by now stays usable.
+        """
         if self._outcome is not None:
-            return
+            return self._outcome
         if self._all_landed():
             state = State.DONE  # somebody may have seen it already
         if state is not State.DONE:
@@ -455,6 +458,7 @@ class Transfer:
         self._error, self._error_layer = error, layer
         self._outcome = state
         self.wake()
+        return state
 
     def release(self) -> None:
         """Note that its pages are free of traffic."""

@@ -1,0 +1,177 @@
+"""Joining: several loads of the same pages ride on one copy, each with a life of its own."""
+
+from __future__ import annotations
+
+import pytest
+
+import offload
+from offload.testing import Hooks
+from tests.sched import Bed, contents, on_both, sim_scheduler, state
+from tests.test_cancel import outcome
+
+
+async def lead_and_riders(bed: Bed, riders: int = 1) -> list[offload.Transfer]:
+    """Submit a load and others that join it."""
+    return [
+        await bed.scheduler.load(host_pages=[3, 4], device_pages=[0, 1], join=True)
+        for _ in range(1 + riders)
+    ]
+
+
+@pytest.mark.parametrize("landed", range(4))
+@on_both
+async def test_joined_loads_move_the_bytes_once(landed: int) -> None:
+    """Loads that join a running one, queued or half way, settle with it, and the bytes move once."""
+    async with sim_scheduler() as bed:
+        before = contents(bed.host, [3, 4])
+        lead = await bed.scheduler.load(host_pages=[3, 4], device_pages=[0, 1])
+        if landed:
+            await bed.sim.advance_to_layer(landed)
+        riders = (await lead_and_riders(bed, 2))[1:]
+        for rider in riders:
+            assert rider.landed_layers == landed
+            await_layers = [await outcome(rider.layer(layer)) for layer in range(landed)]
+            assert await_layers == ["done"] * landed
+        await bed.sim.run_until_idle()
+        assert [await outcome(each) for each in (lead, *riders)] == ["done"] * 3
+        numbers = bed.scheduler.statistics().load
+        assert numbers.nbytes == lead.nbytes
+        assert (numbers.submitted, numbers.settled) == (4, 4)
+        assert contents(bed.device, [0, 1]) == before
+
+
+@on_both
+async def test_join_is_off_by_default() -> None:
+    """Without `join` the same pages are copied again, in order."""
+    async with sim_scheduler() as (scheduler, sim, *_):
+        one = await scheduler.load(host_pages=[3], device_pages=[0])
+        other = await scheduler.load(host_pages=[3], device_pages=[0])
+        await sim.run_until_idle()
+        assert scheduler.statistics().load.nbytes == one.nbytes + other.nbytes
+
+
+@pytest.mark.parametrize("who", range(3))
+@pytest.mark.parametrize("landed", [0, 2])
+@on_both
+async def test_each_is_cancelled_alone(who: int, landed: int) -> None:
+    """Cancelling one, the first or a later one, leaves the copy to the others."""
+    async with sim_scheduler() as bed:
+        before = contents(bed.host, [3, 4])
+        all_of_them = await lead_and_riders(bed, 2)
+        if landed:
+            await bed.sim.advance_to_layer(landed)
+        all_of_them[who].cancel()
+        assert all_of_them[who].done
+        for layer in range(4):
+            expected = "done" if layer < landed else "cancelled"
+            assert await outcome(all_of_them[who].layer(layer)) == expected
+        await bed.sim.run_until_idle()
+        expected_all = ["done"] * 3
+        expected_all[who] = "cancelled"
+        assert [await outcome(each) for each in all_of_them] == expected_all
+        assert contents(bed.device, [0, 1]) == before
+        numbers = bed.scheduler.statistics().load
+        assert (numbers.settled, numbers.cancelled) == (3, 1)
+
+
+@on_both
+async def test_the_copy_is_cancelled_when_the_last_one_leaves() -> None:
+    """When all have left, the rest of the copy is not made."""
+    hooks = Hooks()
+    async with sim_scheduler(hooks=hooks) as bed:
+        all_of_them = await lead_and_riders(bed, 2)
+        await bed.sim.advance_to_layer(1)
+        for each in (all_of_them[1], all_of_them[0], all_of_them[2]):
+            each.cancel()
+        await bed.sim.run_until_idle()
+        assert [state(each) for each in all_of_them] == ["cancelled"] * 3
+        assert len(hooks.ops) <= 2
+        assert bed.scheduler.statistics().load.cancelled == 3
+
+
+@on_both
+async def test_a_failure_fails_all() -> None:
+    """When the copy fails, everybody who rides on it hears the cause."""
+    hooks = Hooks()
+    hooks.fail(OSError("no"), layer=2)
+    async with sim_scheduler(hooks=hooks) as bed:
+        all_of_them = await lead_and_riders(bed, 2)
+        await bed.sim.run_until_idle()
+        ends = [await outcome(each) for each in all_of_them]
+        assert ends == ["failed at 2: OSError('no')"] * 3
+        assert bed.scheduler.statistics().load.failed == 3
+
+
+@on_both
+async def test_each_keeps_its_own_deadline() -> None:
+    """The deadline of one fails that one only, whichever it is, and the copy goes on for the others."""
+    hooks = Hooks()
+    gate = hooks.gate(layer=1)
+    async with sim_scheduler(hooks=hooks) as (scheduler, sim, *_):
+        deadlines = [1.0, None, 2.0]
+        loads = [
+            await scheduler.load(host_pages=[3], device_pages=[0], join=True, deadline=deadline)
+            for deadline in deadlines
+        ]
+        await sim.advance(1.5)
+        assert [load.done for load in loads] == [True, False, False]
+        await sim.advance(1.0)
+        assert [load.done for load in loads] == [True, False, True]
+        gate.open()
+        await sim.run_until_idle()
+        ends = [await outcome(load) for load in loads]
+        assert ends[1] == "done"
+        for end in (ends[0], ends[2]):
+            assert end.startswith("failed at None: TimeoutError")
+        numbers = scheduler.statistics().load
+        assert (numbers.submitted, numbers.settled, numbers.failed) == (3, 3, 2)
+
+
+DISTURBED = {
+    "other order": {"host_pages": [4, 3], "device_pages": [1, 0]},
+    "fewer pages": {"host_pages": [3], "device_pages": [0]},
+    "other source": {"host_pages": [3, 5], "device_pages": [0, 1]},
+    "other after": {"host_pages": [3, 4], "device_pages": [0, 1], "after": ()},
+    "other io backend": {"host_pages": [3, 4], "device_pages": [0, 1], "io_backend": "cpu"},
+}
+
+
+@pytest.mark.parametrize("request_", DISTURBED.values(), ids=DISTURBED)
+@on_both
+async def test_what_differs_is_copied_again(request_: dict[str, object]) -> None:
+    """A load that is not the very same one does not join."""
+    async with sim_scheduler(layout="page_first_direct") as (scheduler, sim, *_):
+        one = await scheduler.load(host_pages=[3, 4], device_pages=[0, 1], io_backend="direct")
+        request_ = {"io_backend": "direct", **request_}
+        other = await scheduler.load(join=True, **request_)  # type: ignore[arg-type]
+        await sim.run_until_idle()
+        assert scheduler.statistics().load.nbytes == one.nbytes + other.nbytes
+
+
+@pytest.mark.parametrize("between", ["backup over its source", "load over its target"])
+@on_both
+async def test_a_write_in_between_is_not_skipped(between: str) -> None:
+    """When somebody was ordered to write the pages since, a load does not join and sees what they wrote."""
+    async with sim_scheduler() as (scheduler, sim, device, host):
+        await scheduler.load(host_pages=[3], device_pages=[0])
+        if between == "backup over its source":
+            expected = contents(device, [5])
+            await scheduler.backup(device_pages=[5], host_pages=[3])
+        else:
+            expected = contents(host, [3])
+            await scheduler.load(host_pages=[7], device_pages=[0])
+        await scheduler.load(host_pages=[3], device_pages=[0], join=True)
+        await sim.run_until_idle()
+        assert contents(device, [0]) == expected
+
+
+@on_both
+async def test_a_load_that_has_ended_is_not_joined() -> None:
+    """A settled load is over: the next one copies again."""
+    async with sim_scheduler() as (scheduler, sim, *_):
+        one = await scheduler.load(host_pages=[3], device_pages=[0], join=True)
+        await sim.run_until_idle()
+        other = await scheduler.load(host_pages=[3], device_pages=[0], join=True)
+        assert not other.done
+        await sim.run_until_idle()
+        assert scheduler.statistics().load.nbytes == one.nbytes + other.nbytes
