@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 import offload
 from bench.common import best, finish, options
 from offload.backend.base import Access, PoolCopy
+from offload.core.geometry import Geometry
 from offload.core.kinds import Direction, PoolKind
-from offload.core.layout import Geometry
 from offload.core.plan import Runs, coalesce
 from offload.driver.base import Event, Flight
 from offload.groups import DeepSeekV4, deepseek_v4

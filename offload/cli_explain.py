@@ -6,8 +6,8 @@ import argparse
 import sys
 
 from offload.cli import COMMANDS, REJECTED, Subparsers
+from offload.core.geometry import Component
 from offload.core.kinds import AUTO, Direction, IoBackend, Layout, PoolKind, parse
-from offload.core.layout import Component
 from offload.explain import DEVICES, NOMINAL, Verdict, explain_parts
 from offload.spec import positive
 

@@ -9,8 +9,9 @@ import attrs
 
 from offload import registry
 from offload.core.checks import worst_runs
+from offload.core.geometry import Component, Geometry, matched
 from offload.core.kinds import AUTO, Direction, IoBackend, Layout, PoolKind, parse
-from offload.core.layout import Component, Geometry, device_geometry, host_geometry, matched
+from offload.core.layout import device_geometry, host_geometry
 from offload.core.strategy import Table
 from offload.errors import GeometryError, UnknownNameError, UnsupportedPairError, one_of
 from offload.spec import PoolSpec

@@ -16,15 +16,9 @@ import torch
 
 from offload import registry
 from offload.core.axes import Axes
+from offload.core.geometry import Array, Component, ComponentGeometry, Geometry
 from offload.core.kinds import Layout
-from offload.core.layout import (
-    Array,
-    Component,
-    ComponentGeometry,
-    Geometry,
-    device_geometry,
-    host_geometry,
-)
+from offload.core.layout import device_geometry, host_geometry
 from offload.core.pages import PageAllocator
 from offload.errors import GeometryError
 from offload.pinned import Pinned, pinned_memory

@@ -8,17 +8,9 @@ from typing import TypeAlias
 import torch
 
 from offload.core.axes import Axes, packed_strides, read_strides, shape_of
+from offload.core.geometry import Array, Component, ComponentGeometry, Geometry
 from offload.core.kinds import Layout
-from offload.core.layout import (
-    DEVICE_AXES,
-    HOST_AXES,
-    Array,
-    Component,
-    ComponentGeometry,
-    Geometry,
-    read_array,
-    sizes_of,
-)
+from offload.core.layout import DEVICE_AXES, HOST_AXES, read_array, sizes_of
 from offload.errors import GeometryError
 from offload.spec import PoolSpec
 

@@ -10,8 +10,8 @@ from operator import index
 import attrs
 import torch
 
+from offload.core.geometry import Component
 from offload.core.kinds import PoolKind
-from offload.core.layout import Component
 from offload.errors import GeometryError, RequestError, UnknownNameError
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from offload.core.geometry import matched
 from offload.core.kinds import Layout, PoolKind
-from offload.core.layout import matched
 from offload.errors import GeometryError, RequestError, UnknownNameError
 from offload.pool import BITS, DevicePool, HostPool, Pool, check_pair
 from offload.pool_memory import ALIGNMENT, host_memory

@@ -13,9 +13,9 @@ from typing import Protocol
 import attrs
 import torch
 
+from offload.core.geometry import ComponentGeometry, matched
 from offload.core.hazards import Pages
 from offload.core.kinds import Direction
-from offload.core.layout import ComponentGeometry, matched
 from offload.core.plan import Runs
 from offload.pool import DevicePool, HostPool, Pool
 

@@ -23,9 +23,9 @@ import numpy as np
 import torch
 
 from offload.backend.base import Access, PoolCopy
+from offload.core.geometry import ComponentGeometry, pair_alignment, pair_runs
 from offload.core.hazards import Pages
 from offload.core.kinds import Direction
-from offload.core.layout import ComponentGeometry, pair_alignment, pair_runs
 from offload.core.plan import Runs
 from offload.pool import DevicePool, HostPool, Pool
 

@@ -17,8 +17,8 @@ from offload.backend.addresses import addresses
 from offload.backend.base import PoolCopy
 from offload.backend.direct import DirectCopy
 from offload.backend.kernel_triton import copy_rows
+from offload.core.geometry import ComponentGeometry, pair_alignment, pair_runs
 from offload.core.kinds import Direction
-from offload.core.layout import ComponentGeometry, pair_alignment, pair_runs
 from offload.core.plan import Runs, copy_ops
 from offload.driver.cuda_calls import CudaCalls, Launch, Spans, here
 from offload.pool import DevicePool, HostPool

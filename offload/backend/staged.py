@@ -21,8 +21,8 @@ from offload.backend.base import PoolCopy
 from offload.backend.direct import DirectCopy
 from offload.backend.kernel import KernelCopy
 from offload.backend.memcpy_batch import MemcpyBatchCopy
+from offload.core.geometry import ComponentGeometry
 from offload.core.kinds import Direction
-from offload.core.layout import ComponentGeometry
 from offload.core.plan import Runs, coalesce
 from offload.driver.cuda_calls import here
 from offload.pool import DevicePool, HostPool, Pool

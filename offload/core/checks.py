@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from offload.core.geometry import ComponentGeometry, Runs, pair_alignment, pair_runs
 from offload.core.kinds import IoBackend
-from offload.core.layout import ComponentGeometry, Runs, pair_alignment, pair_runs
 
 Pairs = tuple[tuple[ComponentGeometry, ComponentGeometry], ...]
 

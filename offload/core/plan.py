@@ -14,9 +14,9 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
+from offload.core.geometry import ComponentGeometry, pair_runs
 from offload.core.hazards import Pages
 from offload.core.kinds import Direction
-from offload.core.layout import ComponentGeometry, pair_runs
 from offload.core.request import Part, Request
 
 Offsets = NDArray[np.int64]

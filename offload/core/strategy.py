@@ -14,8 +14,9 @@ import attrs
 
 from offload.core.axes import Axes
 from offload.core.checks import CHECKS, worst_runs
+from offload.core.geometry import Geometry, matched
 from offload.core.kinds import AUTO, Direction, IoBackend, Layout, PoolKind
-from offload.core.layout import Geometry, host_geometry, matched
+from offload.core.layout import host_geometry
 from offload.errors import GeometryError, UnsupportedPairError
 
 

@@ -12,21 +12,18 @@ import pytest
 from numpy.typing import NDArray
 
 from offload.core.axes import Axes, overlaps, read_strides
-from offload.core.kinds import Layout, PoolKind
-from offload.core.layout import (
-    HOST_AXES,
+from offload.core.geometry import (
     Array,
     Component,
     ComponentGeometry,
     Geometry,
     Runs,
-    device_geometry,
-    host_geometry,
     matched,
     pair_alignment,
     pair_runs,
-    read_array,
 )
+from offload.core.kinds import Layout, PoolKind
+from offload.core.layout import HOST_AXES, device_geometry, host_geometry, read_array
 from offload.errors import GeometryError
 
 Offsets: TypeAlias = NDArray[np.int64]

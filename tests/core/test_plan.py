@@ -10,15 +10,9 @@ import pytest
 from numpy.typing import NDArray
 
 from offload.core.axes import Axes
+from offload.core.geometry import Component, ComponentGeometry, Geometry, matched
 from offload.core.kinds import Direction, Layout, PoolKind
-from offload.core.layout import (
-    Component,
-    ComponentGeometry,
-    Geometry,
-    device_geometry,
-    host_geometry,
-    matched,
-)
+from offload.core.layout import device_geometry, host_geometry
 from offload.core.plan import Ops, Runs, Scratch, coalesce, copy_ops, plan_copy
 from offload.core.request import Part, Request
 

@@ -7,8 +7,9 @@ from itertools import product
 import pytest
 
 from offload.core.axes import Axes
+from offload.core.geometry import Component, Geometry
 from offload.core.kinds import AUTO, Direction, IoBackend, Layout, PoolKind
-from offload.core.layout import Component, Geometry, device_geometry, host_geometry
+from offload.core.layout import device_geometry, host_geometry
 from offload.core.strategy import (
     BUILT,
     TABLE,

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import offload
 from offload.backend.base import Access, PoolCopy
+from offload.core.geometry import Geometry
 from offload.core.kinds import Direction, PoolKind
-from offload.core.layout import Geometry
 from offload.core.plan import Runs
 from offload.core.strategy import Rejection
 from offload.testing import ThreadsDriver
