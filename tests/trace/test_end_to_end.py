@@ -1,0 +1,178 @@
+"""A real scheduler on the threads driver, recorded: what it did is what the trace says."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+import torch
+
+import offload
+from offload.testing import SimDriver
+from offload.trace.check import check
+from offload.trace.read import load as read
+from offload.trace.read import timeline
+from offload.trace.report import Report
+
+LAYERS = 5
+SPEC = offload.PoolSpec.mha(
+    num_layers=LAYERS, page_size=4, num_kv_heads=2, head_dim=8, dtype=torch.float32
+)
+PAGE_BYTES = 4 * 2 * 8 * 4 * 2 * LAYERS
+BACKENDS = pytest.mark.parametrize("backend", ["asyncio", "trio"])
+RID: ContextVar[str | None] = ContextVar("rid", default=None)
+
+
+def pools() -> tuple[offload.DevicePool, offload.HostPool]:
+    """A device pool and a host pool beside it."""
+    device = offload.DevicePool.allocate(SPEC, num_pages=16, device="cpu")
+    return device, offload.HostPool.like(device, num_pages=32, layout="page_first")
+
+
+@contextmanager
+def rid(name: str | None) -> Iterator[None]:
+    """Set the caller's request name for a while."""
+    token = RID.set(name)
+    yield
+    RID.reset(token)
+
+
+def label() -> dict[str, str] | None:
+    """Return the caller's request name as a label."""
+    name = RID.get()
+    return None if name is None else {"rid": name}
+
+
+def by_category(path: Path, category: str) -> list[dict[str, Any]]:
+    """Return a file's slices of one category."""
+    events = read(path)["traceEvents"]
+    return [e for e in events if e.get("cat") == f"offload.{category}" and e["ph"] in "Xb"]
+
+
+async def serve(tracer: offload.Tracer) -> None:
+    """Back pages up, then load three requests in one batch under a forward pass."""
+    device, host = pools()
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(LAYERS)))
+    async with offload.open_scheduler(device, host, tracer=tracer) as scheduler:
+        await (await scheduler.backup(device_pages=range(6), host_pages=range(6)))
+        loads = []
+        for number, name in enumerate(("req-7", "req-8", None)):
+            with rid(name):
+                pages = [2 * number, 2 * number + 1]
+                loads.append(
+                    await scheduler.load(host_pages=pages, device_pages=[8 + p for p in pages])
+                )
+        RID.set("other")
+        with offload.layerwise.attach(model, load=loads):
+            await anyio.to_thread.run_sync(model, torch.ones(1, 8))
+        for load in loads:
+            await load
+
+
+@BACKENDS
+def test_trace_tells_what_happened(backend: str, tmp_path: Path) -> None:
+    """Slices, bytes, arrows and spans of a run are those of its requests; nothing that a reader drops."""
+    tracer = offload.Tracer(labels=label)
+    anyio.run(serve, tracer, backend=backend)
+    path = tracer.export(tmp_path / "run.json.gz")
+    assert check(path) == []
+    loads, backups = by_category(path, "load"), by_category(path, "backup")
+    assert Counter(e["args"]["layer"] for e in loads) == dict.fromkeys(range(LAYERS), 1)
+    assert sum(e["args"]["nbytes"] for e in loads) == 6 * PAGE_BYTES
+    assert sum(e["args"]["nbytes"] for e in backups) == 6 * PAGE_BYTES
+    spans = [e for e in by_category(path, "request") if e["name"] == "request"]
+    assert [e["args"]["outcome"] for e in spans] == ["done"] * 4
+    flows = Counter((e["name"], e["ph"]) for e in read(path)["traceEvents"] if e["ph"] in "stf")
+    assert flows == {
+        **{("load", phase): LAYERS for phase in "stf"},
+        **{("backup", phase): LAYERS for phase in "sf"},
+    }
+
+
+@BACKENDS
+def test_labels_are_the_submitters(backend: str, tmp_path: Path) -> None:
+    """Every layer of the merged batch shows both names of its submitters, whatever the context says later."""
+    tracer = offload.Tracer(labels=label)
+    anyio.run(serve, tracer, backend=backend)
+    path = tracer.export(tmp_path / "run.json")
+    assert {e["args"]["tags"] for e in by_category(path, "load")} == {"rid=req-7; rid=req-8"}
+    assert not any("tags" in e["args"] for e in by_category(path, "backup"))
+
+
+@BACKENDS
+def test_report_counts_the_forward(backend: str, tmp_path: Path) -> None:
+    """One step of five layers, each wait counted once as ready or stalled; the file says the same."""
+    tracer = offload.Tracer()
+    anyio.run(serve, tracer, backend=backend)
+    report = tracer.report()
+    assert (report.steps, report.requests, report.load.copies) == (1, 4, LAYERS)
+    assert report.waits + report.ready_waits == 3 * LAYERS
+    assert 0 <= report.stall_ratio <= 1
+    assert report.ops >= report.transfers > 0
+    assert Report.of(timeline(tracer.export(tmp_path / "run.json"))) == report
+
+
+@BACKENDS
+def test_window_bounds_what_is_recorded(backend: str) -> None:
+    """Only what happens in a window is recorded, though the scheduler was open before."""
+    tracer = offload.Tracer(active=False)
+
+    async def body() -> None:
+        sim = SimDriver(seed=0)
+        async with offload.open_scheduler(*pools(), driver=sim, tracer=tracer) as scheduler:
+            await scheduler.backup(device_pages=[0], host_pages=[0])
+            await sim.run_until_idle()
+            assert tracer.timeline().records == 0
+            with tracer.window():
+                await scheduler.backup(device_pages=[1], host_pages=[1])
+                await sim.run_until_idle()
+            await scheduler.backup(device_pages=[2], host_pages=[2])
+            await sim.run_until_idle()
+
+    anyio.run(body, backend=backend)
+    assert [request.outcome for request in tracer.timeline().requests] == ["done"]
+
+
+def _cancel(scheduler: offload.BlockingScheduler) -> None:
+    with scheduler.hold():
+        scheduler.load(host_pages=[0], device_pages=[0]).cancel()
+
+
+def _stream(scheduler: offload.BlockingScheduler) -> None:
+    backup = scheduler.backup(device_pages=[0], host_pages=[0], streaming=True)
+    for layer in range(LAYERS):
+        backup.layer_written(layer)
+    backup.result(timeout=5)
+
+
+@pytest.mark.parametrize(
+    ("act", "outcome"), [(_cancel, "cancelled"), (_stream, "done")], ids=["cancel", "streaming"]
+)
+def test_outcomes(
+    act: Callable[[offload.BlockingScheduler], None], outcome: str, tmp_path: Path
+) -> None:
+    """A cancelled request says so; a streaming backup is one request over several batches."""
+    tracer = offload.Tracer()
+    with offload.start_scheduler(*pools(), tracer=tracer) as scheduler:
+        act(scheduler)
+    path = tracer.export(tmp_path / "run.json")
+    spans = [e["args"]["outcome"] for e in by_category(path, "request") if e["name"] == "request"]
+    assert spans == [outcome]
+    assert check(path) == []
+
+
+def test_open_request_is_in_an_export(tmp_path: Path) -> None:
+    """An export while a streaming backup waits for its forward shows it unfinished."""
+    tracer = offload.Tracer()
+    with offload.start_scheduler(*pools(), tracer=tracer) as scheduler:
+        backup = scheduler.backup(device_pages=[0], host_pages=[0], streaming=True)
+        path = tracer.export(tmp_path / "run.json")
+        backup.cancel()
+    spans = [e["args"] for e in by_category(path, "request") if e["name"] == "request"]
+    assert [span.get("unfinished") for span in spans] == [True]
