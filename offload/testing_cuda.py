@@ -104,7 +104,7 @@ class _Op:
     name: str
     position: int
     ready: Callable[[], bool]
-    actions: deque[Callable[[], None]]
+    actions: deque[Callable[[], object]]
 
 
 @attrs.frozen(eq=False)
@@ -263,7 +263,7 @@ class FakeCuda:
 
     def compute(
         self,
-        action: Callable[[], None],
+        action: Callable[[], object],
         *,
         reads: Sequence[torch.Tensor] = (),
         writes: Sequence[torch.Tensor] = (),
@@ -475,7 +475,7 @@ class FakeCuda:
         self._enqueue("launch", [poison, execute], reads, writes)
 
     def _enqueue(
-        self, name: str, actions: Sequence[Callable[[], None]], reads: Spans, writes: Spans
+        self, name: str, actions: Sequence[Callable[[], object]], reads: Spans, writes: Spans
     ) -> None:
         stream = self._current()
         if self._thread.capturing:
@@ -490,7 +490,7 @@ class FakeCuda:
         self,
         name: str,
         stream: FakeStream,
-        actions: Sequence[Callable[[], None]],
+        actions: Sequence[Callable[[], object]],
         ready: Callable[[], bool] = lambda: True,
     ) -> _Op:
         """Put an operation at the end of a stream, after what the host has seen done."""

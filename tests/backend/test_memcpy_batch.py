@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from offload.backend import memcpy_batch
 from offload.backend.base import PoolCopy
 from offload.backend.memcpy_batch import MemcpyBatchBackend, MemcpyBatchCopy
 from offload.core.kinds import Direction, IoBackend, Layout
+from offload.pool import DevicePool, HostPool
+from offload.spec import PoolSpec
 from offload.testing_cuda import FakeCuda
-from tests.backend.fake_stream import Cell, cells, check
+from tests import oracle
+from tests.backend.fake_stream import Cell, cells, check, on_stream
 from tests.backend.test_matrix import LAYERS, page_sets, pools, runs_of
 
 CELLS = cells(IoBackend.MEMCPY_BATCH)
@@ -53,3 +57,24 @@ def test_destinations_of_a_layer_never_overlap(cell: Cell) -> None:
             _, starts, sizes = prepared.ranges(layer)
             order = np.argsort(starts)
             assert (starts[order][1:] >= (starts + sizes)[order][:-1]).all()
+
+
+def test_addresses_beyond_two_to_the_31_are_exact() -> None:
+    """The last page, and the page that crosses 2**31 bytes, of a lazily resident pool of 2.4 GB."""
+    spec = PoolSpec.rows(num_layers=1, page_size=4, row_bytes=4 * 2304)
+    host = HostPool.allocate(spec, num_pages=1_048_576 // 4, layout="layer_first", pinned=False)
+    device = DevicePool.allocate(spec, num_pages=2)
+    oracle.fill(device, 3)
+    there = [932_068 // 4, host.num_pages - 1]
+    fake = FakeCuda()
+    with on_stream(fake):
+        backend = MemcpyBatchBackend()
+        backup = backend.prepare(
+            device, host, Direction.BACKUP, runs_of([(0, there[0]), (1, there[1])])
+        )
+        backup.copy(0)
+        fake.run()
+    far = host.flat("row", 0)[0].view(host.num_pages, -1)
+    assert torch.equal(far[there], device.flat("row", 0)[0].view(2, -1))
+    wrapped = there[1] * 4 * 2304 % 2**31 // (4 * 2304)
+    assert not far[[0, wrapped - 1, wrapped, wrapped + 1]].any()

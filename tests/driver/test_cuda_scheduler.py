@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 
 import anyio
@@ -135,3 +137,73 @@ def test_a_lost_device_settles_everything_and_closes() -> None:
         with pytest.raises(RequestError, match="lost"):
             scheduler.load(host_pages=[1], device_pages=[1])
     assert driver.lost is not None
+
+
+def test_a_load_never_overtakes_compute_that_is_queued() -> None:
+    """A queued kernel still reads the old page, and a queued zero-fill does not wipe the loaded one."""
+    for seed in range(6):
+        device, host = pools()
+        for layer in range(SPEC.num_layers):
+            host.flat("k", layer)[0].fill_(9)
+            host.flat("v", layer)[0].fill_(9)
+        fake = FakeCuda(seed)
+        driver = CudaDriver(0, calls=fake)
+        target, zeroed = page(device, "k", 0, 2), page(device, "k", 0, 3)
+        before, seen = target.clone(), torch.empty_like(target)
+        with (
+            fake.using(fake.new_stream()),
+            start_scheduler(device, host, io_backend="direct", driver=driver) as scheduler,
+        ):
+            fake.compute(lambda: seen.copy_(target), reads=[target], writes=[seen])  # noqa: B023
+            fake.compute(lambda: zeroed.zero_(), writes=[zeroed])  # noqa: B023
+            load = scheduler.load(host_pages=[0, 1], device_pages=[2, 3])
+            with fake.running():
+                load.result(timeout=PATIENCE)
+                scheduler.close()
+        assert torch.equal(seen, before)
+        assert (target == 9).all()
+        assert (zeroed == 9).all()
+        fake.check()
+
+
+def test_a_load_of_pages_whose_backup_is_unfinished_gets_the_new_bytes() -> None:
+    """Host pages that a backup still writes are read after it, and those that a load still reads stay."""
+    for seed in range(6):
+        device, host = pools()
+        fake = FakeCuda(seed)
+        driver = CudaDriver(0, calls=fake)
+        old = [page(device, "v", layer, 0).clone() for layer in range(SPEC.num_layers)]
+        new = [page(device, "v", layer, 1).clone() for layer in range(SPEC.num_layers)]
+        with (
+            fake.using(fake.new_stream()),
+            start_scheduler(device, host, io_backend="direct", driver=driver) as scheduler,
+        ):
+            backup = scheduler.backup(device_pages=[0], host_pages=[4])
+            load = scheduler.load(host_pages=[4], device_pages=[6])
+            again = scheduler.backup(device_pages=[1], host_pages=[4])
+            last = scheduler.load(host_pages=[4], device_pages=[7])
+            with fake.running():
+                for transfer in (backup, load, again, last):
+                    transfer.result(timeout=PATIENCE)
+                scheduler.close()
+        for layer in range(SPEC.num_layers):
+            assert torch.equal(page(device, "v", layer, 6), old[layer])
+            assert torch.equal(page(device, "v", layer, 7), new[layer])
+        fake.check()
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_interpreter_exit_is_quiet_and_quick(closes: bool) -> None:
+    """Threads of a driver that nobody closed do not keep the process, and say nothing."""
+    program = (
+        "from offload.driver.cuda import CudaDriver\n"
+        "from offload.testing import FakeCuda\n"
+        "driver = CudaDriver(0, calls=FakeCuda())\n"
+        "driver.stream('load'), driver.stream('backup'), driver.marks()\n"
+        f"{'driver.close()' if closes else ''}\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        capture_output=True, text=True, check=False, timeout=PATIENCE,
+    )  # fmt: skip
+    assert (run.returncode, run.stderr) == (0, "")
