@@ -45,6 +45,7 @@ def play(seed: int, steps: Sequence[Step] | None = None, *, threads: bool = Fals
             raise
         error = _first(raised)
     ops = world.hooks.ops
+    story += [f"{op.stream} layer {op.layer} of {op.flight!r} failed" for op in ops if op.state == "failed"]
     return Outcome(
         seed, len(chosen), len(ops), sum(op.state == "failed" for op in ops), error, story
     )

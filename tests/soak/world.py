@@ -97,7 +97,7 @@ def make_world(seed: int, *, threads: bool) -> World:
         hooks.fail(
             OSError("planted"),
             stream=draw.choice(("load", "backup")),
-            nth=draw.randrange(1, 40),
+            nth=draw.randrange(1, 25),
             torn=draw.random() < 0.5,
         )
     driver: SimDriver | ThreadsDriver

@@ -1,0 +1,173 @@
+"""Faults that the soak must find: each takes away one rule, as a mistake in the code would.
+
+`PLANTS` is the table; `planted(name)` plants one for the length of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import cast
+
+import pytest
+
+from offload.core.batch import Piece
+from offload.core.hazards import HazardTable, Pages
+from offload.core.machine import Machine, Stop
+from offload.core.pages import PageAllocator, PagesLike, as_pages
+from offload.driver.base import Event
+from offload.driver.sim import SimDriver
+from offload.driver.sim_engine import Engine, SimOp, SimTicket
+from offload.transfer import Transfer
+
+Patch = pytest.MonkeyPatch
+
+
+def _readers_forget_writers(patch: Patch) -> None:
+    """A load may read host pages that a backup still writes."""
+    before = HazardTable._before_read
+
+    def after(self: HazardTable, holder: int, pages: Pages, counts: Pages) -> Sequence[int]:
+        before(self, holder, pages, counts)
+        return ()
+
+    patch.setattr(HazardTable, "_before_read", after)
+
+
+def _writers_forget_readers(patch: Patch) -> None:
+    """A load may overwrite device pages that a backup still reads."""
+    patch.setattr(HazardTable, "_readers_of", lambda self, pages: set())
+
+
+def _writers_forget_writers(patch: Patch) -> None:
+    """Two loads may write one page in any order."""
+    before = HazardTable._before_write
+
+    def after(self: HazardTable, holder: int, pages: Pages, counts: Pages) -> Sequence[int]:
+        writers = set(self._writer[pages].tolist())
+        return tuple(other for other in before(self, holder, pages, counts) if other not in writers)
+
+    patch.setattr(HazardTable, "_before_write", after)
+
+
+def _hazards_do_not_hold_back(patch: Patch) -> None:
+    """A request is issued at once, although it follows another."""
+    patch.setattr(Machine, "_limit", lambda self, piece: cast("Piece", piece).last)
+
+
+def _ghosts_leave_early(patch: Patch) -> None:
+    """A request that is cancelled while it follows another lets those behind it run ahead."""
+    before = Machine._retire
+
+    def after(self: Machine, piece: Piece) -> None:
+        if piece.batch is None and not piece.finished:
+            for ahead in piece.follows:
+                ahead.followers = [each for each in ahead.followers or () if each is not piece]
+            piece.follows.clear()
+        before(self, piece)
+
+    patch.setattr(Machine, "_retire", after)
+
+
+def _released_before_drained(patch: Patch) -> None:
+    """A cancelled request gives its pages back while its copies are still on the stream."""
+
+    def after(self: Machine, piece: Piece) -> None:
+        batch = piece.batch
+        if batch is not None and len(batch.pieces) == 1 and not batch.closed:
+            self._commands.append(Stop(batch))
+        self._retire(piece)
+
+    patch.setattr(Machine, "_drop", after)
+
+
+def _layers_forget_whom_the_backup_follows(patch: Patch) -> None:
+    """A written layer of a streaming backup goes ahead of those who use its host pages."""
+    before = Machine._written
+
+    def after(self: Machine, event: object) -> None:
+        owner = self._pieces.get(event.request)  # type: ignore[attr-defined]
+        kept = set(owner.follows) if owner is not None else set()
+        if owner is not None:
+            owner.follows.clear()
+        before(self, event)  # type: ignore[arg-type]
+        if owner is not None:
+            owner.follows |= kept
+
+    patch.setattr(Machine, "_written", after)
+
+
+def _no_fence(patch: Patch) -> None:
+    """Compute does not wait for a layer."""
+    patch.setattr(Transfer, "fence_quietly", lambda self, index, timeout=None: 0)
+
+
+def _no_marks(patch: Patch) -> None:
+    """Requests do not wait for compute."""
+    patch.setattr(SimDriver, "marks", lambda self: ())
+
+
+def _marks_on_the_wrong_stream(patch: Patch) -> None:
+    """What a request must follow is recorded on the load stream, not on the compute stream."""
+    patch.setattr(SimDriver, "marks", lambda self: (self.stream("load").record(),))
+
+
+def _events_on_the_wrong_stream(patch: Patch) -> None:
+    """The event of a layer is recorded on the other copy stream."""
+    engines: dict[int, dict[str, Engine]] = {}
+    before = Engine.enqueue
+
+    def after(self: Engine, op: SimOp) -> Event:
+        event = before(self, op)
+        here = engines.setdefault(id(self.clock), {})
+        here[self.name] = self
+        other = here.get({"load": "backup", "backup": "load"}.get(self.name, ""))
+        return event if other is None else SimTicket(other, other.issued)
+
+    patch.setattr(Engine, "enqueue", after)
+
+
+def _freed_early(patch: Patch) -> None:
+    """A freed page is handed out again although bytes still move."""
+
+    def after(self: PageAllocator, pages: PagesLike) -> None:
+        ids = as_pages(pages, self.num_pages)
+        self._check_owned(ids)
+        self._put(ids)
+
+    patch.setattr(PageAllocator, "free", after)
+
+
+def _joins_what_was_overtaken(patch: Patch) -> None:
+    """A load rides on a running one although others have written its pages since."""
+
+    def after(self: Machine, request: object) -> bool:
+        return request.id in self._pieces  # type: ignore[attr-defined]
+
+    patch.setattr(Machine, "undisturbed", after)
+
+
+PLANTS: dict[str, Callable[[Patch], None]] = {
+    "readers forget writers": _readers_forget_writers,
+    "writers forget readers": _writers_forget_readers,
+    "writers forget writers": _writers_forget_writers,
+    "hazards do not hold back": _hazards_do_not_hold_back,
+    "ghosts leave early": _ghosts_leave_early,
+    "released before drained": _released_before_drained,
+    "layers forget whom the backup follows": _layers_forget_whom_the_backup_follows,
+    "no fence": _no_fence,
+    "no marks": _no_marks,
+    "marks on the wrong stream": _marks_on_the_wrong_stream,
+    "events on the wrong stream": _events_on_the_wrong_stream,
+    "freed early": _freed_early,
+    "joins what was overtaken": _joins_what_was_overtaken,
+}
+"""By name: a function that plants the fault; its docstring says what goes wrong."""
+
+
+@contextmanager
+def planted(name: str) -> Iterator[None]:
+    """Plant one fault for the length of the block."""
+    with pytest.MonkeyPatch.context() as patch:
+        PLANTS[name](patch)
+        yield
