@@ -68,6 +68,20 @@ class UnsupportedPairError(OffloadError, ValueError):
         """The member of a group that it is about, when there are several."""
         super().__init__(f"{self._asked()}: {reason}. {self._offer()}")
 
+    def of(self, pool: str) -> UnsupportedPairError:
+        """Return the same refusal, of one member of a group."""
+        return UnsupportedPairError(
+            kind=self.kind,
+            layout=self.layout,
+            io_backend=self.io_backend,
+            direction=self.direction,
+            reason=self.reason,
+            io_backends=self.io_backends,
+            layouts=self.layouts,
+            pair=self.pair,
+            pool=pool,
+        )
+
     def _asked(self) -> str:
         verb = "back up" if self.direction == "backup" else str(self.direction)
         where = f"{self.kind}, pool {self.pool!r}" if self.pool else str(self.kind)

@@ -11,9 +11,9 @@ from offload.backend import make_backend
 from offload.backend.base import Backend, LayerWork, Prepared
 from offload.core.kinds import AUTO, Direction
 from offload.core.plan import CopyPlan
-from offload.core.strategy import Table
 from offload.errors import UnsupportedPairError
 from offload.group import Member, PoolGroup
+from offload.pool import DevicePool
 
 Layers: TypeAlias = tuple[tuple[tuple[int, ...], tuple[tuple[int, int], ...]], ...]
 """By model layer, the members that have it; and of each of them, (member, its pool layer)."""
@@ -121,7 +121,6 @@ class Router:
 
     group: PoolGroup
     default: str
-    _table: Table
     _backends: dict[str, Backend] = attrs.field(factory=dict)
     _routes: dict[tuple[Direction, str], Route] = attrs.field(factory=dict)
 
@@ -133,8 +132,7 @@ class Router:
             UnknownNameError: There is no such io backend.
             UnsupportedPairError: It copies these pools in neither direction.
         """
-        on = "cuda" if group.anchor.device.device.type == "cuda" else "cpu"
-        router = cls(group, registry.io_backend(io_backend), registry.table(on))
+        router = cls(group, registry.io_backend(io_backend))
         try:
             router.route(Direction.LOAD, None)
         except UnsupportedPairError as refused:
@@ -161,12 +159,20 @@ class Router:
         return found
 
     def _leg(self, member: Member, direction: Direction, name: str) -> Leg:
-        kind = member.device.spec.kind
+        kind, pinned = member.device.spec.kind, member.host.pinned
         host, device = member.host.geometry, member.device.geometry
-        if name == AUTO:
-            name = self._table.choose(kind, direction, host, device).value
-        strategy = self._table.resolve(kind, direction, name, host, device)
+        table = attrs.evolve(registry.table(_place(member.device)), pinned=pinned)
+        try:
+            if name == AUTO:
+                name = table.choose(kind, direction, host, device).value
+            strategy = table.resolve(kind, direction, name, host, device)
+        except UnsupportedPairError as refused:
+            raise (refused if len(self.group.members) == 1 else refused.of(member.name)) from None
         backend = self._backends.get(name)
         if backend is None:
             backend = self._backends[name] = make_backend(name)
         return Leg(member, name, strategy, backend)
+
+
+def _place(device: DevicePool) -> str:
+    return "cpu" if device.device.type == "cpu" else "cuda"

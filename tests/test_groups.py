@@ -398,3 +398,13 @@ async def test_allocated_pages_go_straight_into_a_request() -> None:
         there = host.own["swa"] if window else host.anchor
         here = device.own["swa"] if window else device.anchor
         assert contents(member.host, there.tolist()) == contents(member.device, here.tolist())
+
+
+def test_a_refusal_names_the_member() -> None:
+    """One member that cannot be copied refuses the whole group, and the error says which."""
+    group = PoolGroup(
+        index=Pair.backed(pool(INDEX), HOST), kv=Pair.backed(pool(KV), HOST, layers=(0, 1, 2))
+    )
+    with pytest.raises(offload.UnsupportedPairError, match=r"\(mha, pool 'kv'\)") as caught:
+        offload.open_scheduler(group, io_backend="direct")
+    assert (caught.value.pool, caught.value.layout) == ("kv", "page_first")

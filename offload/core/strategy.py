@@ -147,6 +147,8 @@ TABLE: Mapping[Key, Cell] = build_table(BUILT)
 
 GPU_ONLY = frozenset({IoBackend.MEMCPY_BATCH, IoBackend.KERNEL, IoBackend.STAGED})
 HOST_ONLY = frozenset({IoBackend.CPU})
+PINNED_ONLY = frozenset({IoBackend.KERNEL})
+"""Read and write host memory in place, from the GPU."""
 
 LONG_RUN = 64 * 1024
 """Bytes. From here on one copy call per run keeps up with the link, so copy engines beat kernels."""
@@ -194,6 +196,9 @@ class Table:
     on: str | None = None
     """`cpu`, `cuda`, or None: whatever the device. Rejects what cannot run there."""
 
+    pinned: bool = True
+    """Whether the host pool is page-locked."""
+
     @property
     def names(self) -> tuple[str, ...]:
         """All io backends, in the table's order."""
@@ -214,7 +219,7 @@ class Table:
         cell = self.cells[kind, host.layout or _nearest(host, device), name, direction]
         if isinstance(cell, Rejection):
             return cell
-        if misplaced := _misplaced(name, self.on):
+        if misplaced := _misplaced(name, self.on, self.pinned):
             return Rejection(misplaced)
         check = CHECKS.get(name)
         reason = check(matched(host, device), name.value) if check else None
@@ -335,11 +340,13 @@ def _nearest(host: Geometry, device: Geometry) -> Layout:
     return Layout.PAGE_HEAD if by_head else Layout.PAGE_FIRST
 
 
-def _misplaced(io_backend: IoBackend, on: str | None) -> str | None:
+def _misplaced(io_backend: IoBackend, on: str | None, pinned: bool) -> str | None:
     if on == "cpu" and io_backend in GPU_ONLY:
         return f"{io_backend.value!r} needs a GPU, and these pools are in host memory"
     if on not in {None, "cpu"} and io_backend in HOST_ONLY:
         return f"{io_backend.value!r} copies between host tensors, and the device pool is on a GPU"
+    if not pinned and io_backend in PINNED_ONLY:
+        return f"{io_backend.value!r} reads host memory in place, and this host pool is not pinned"
     return None
 
 

@@ -199,6 +199,16 @@ def test_a_device_narrows_what_is_offered() -> None:
     assert (caught.value.io_backends, caught.value.layouts) == (("cpu",), ())
 
 
+def test_kernels_need_a_pinned_host_pool() -> None:
+    """What reads host memory in place is refused on pageable memory, and `auto` passes it over."""
+    host, device = pair(PoolKind.MHA, Layout.PAGE_HEAD)
+    table = Table(cells=build_table(frozenset(IoBackend)), on="cuda", pinned=False)
+    args = (PoolKind.MHA, Direction.LOAD)
+    with pytest.raises(UnsupportedPairError, match="this host pool is not pinned"):
+        table.resolve(*args, "kernel", host, device)
+    assert table.choose(*args, host, device) is IoBackend.STAGED
+
+
 def test_auto_prefers_engines_for_long_runs() -> None:
     """`auto` takes the first that passes: copy engines for long runs, kernels for short ones."""
     ways: dict[Layout, list[str]] = {}
