@@ -231,6 +231,44 @@ def test_an_urgent_flight_overtakes_what_is_not_enqueued(monkeypatch: pytest.Mon
         assert order == [device.at(*where).data_ptr() for where in pages]
 
 
+def test_a_flight_stopped_under_way_ends_after_what_was_enqueued(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The layer on the stream drains and lands; the next one is never enqueued."""
+    monkeypatch.setattr(cuda_stream, "AHEAD_LAYERS", 1)
+    monkeypatch.setattr(cuda_stream, "AHEAD_BYTES", 1)
+    with world() as (fake, driver):
+        host, device = Pool(1), Pool(2)
+        before = device.bytes.clone()
+        flight = Flight(driver, "load", host, device, [(0, 1)]).go()
+        assert flight.seen[0].wait(PATIENCE)
+        flight.stopped = True
+        flight.stream.kick()
+        assert not flight.over.is_set(), "its first layer is still to land"
+        land(fake, flight)
+        assert flight.log == [0, "ended"]
+        assert torch.equal(device.at(0, 1), host.at(0, 0))
+        assert torch.equal(device.bytes[1], before[1])
+
+
+def test_an_event_of_another_kind_holds_back_what_is_not_enqueued() -> None:
+    """Such as a `threading.Event`: nothing is enqueued before it fires, and a stopped flight still ends."""
+    with world() as (fake, driver):
+        fired = threading.Event()
+        (event,) = driver.events(fired)
+        driver.stream("load").wait(event)
+        stopped = Flight(driver, "load", Pool(1), Pool(2), [(0, 0)])
+        flight = Flight(driver, "load", Pool(1), Pool(2), [(0, 0)]).go()
+        stopped.go()
+        stopped.stopped = True
+        stopped.stream.kick()
+        assert stopped.over.wait(PATIENCE)
+        assert not fake.named("copy")
+        fired.set()
+        land(fake, flight)
+        assert flight.log == [*range(LAYERS), "ended"]
+
+
 def test_work_is_kept_until_it_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Descriptor arrays live until their copies ran; a driver that drops them early is found out."""
     with world() as (fake, driver):
