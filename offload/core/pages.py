@@ -68,10 +68,9 @@ def _integers(pages: PagesLike, what: str) -> Pages:
         return array.astype(np.int64)
     if array.dtype.kind == "u":
         return array.astype(np.int64) if array.max() < MAX_PAGES else array.astype(object)
-    if array.dtype.kind in "fO" and not hasattr(
-        pages, "dtype"
-    ):  # integers from 2**63 on make numpy try floats, then objects
-        exact = np.array(list(pages), dtype=object)
+    if array.dtype.kind in "fO":
+        # Lists with integers from 2**63 on become floats or objects.
+        exact = np.asarray(array if hasattr(pages, "dtype") else list(pages), dtype=object)
         if all(isinstance(page, int) for page in exact.tolist()):
             return exact
     raise RequestError(f"{what}s are {array.dtype}, and page ids are integers.", value=pages)
