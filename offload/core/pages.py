@@ -42,8 +42,10 @@ def as_pages(pages: PagesLike, num_pages: int, *, what: str = "page") -> Pages:
     else:
         array = _integers(pages, what)
     if array.dtype == object or np.count_nonzero(array.view(np.uint64) >= np.uint64(num_pages)):
-        wrong = (array < 0) | (array >= num_pages)
-        position = int(np.flatnonzero(wrong)[0])
+        wrong = np.flatnonzero((array < 0) | (array >= num_pages))
+        if not len(wrong):
+            return array.astype(np.int64)
+        position = int(wrong[0])
         raise RequestError.out_of_range(
             what, value=int(array[position]), position=position, bound=num_pages
         )

@@ -234,6 +234,7 @@ def test_random_programs_give_each_page_to_one_owner(seed: int) -> None:
         range(1, 4),
         np.array([1, 2, 3], np.int32),
         np.array([1, 2, 3], np.uint8),
+        np.array([1, 2, 3], dtype=object),
         np.array([9, 1, 9, 2, 9, 3])[1::2],
         torch.tensor([1, 2, 3]),
         torch.tensor([1, 2, 3], dtype=torch.int32),
