@@ -147,6 +147,7 @@ class KernelCopy(DirectCopy):
             meta={
                 **shape.constants(ours.page_stride, theirs.page_stride),
                 "num_warps": _WARPS,
+                "enable_fp_fusion": False,  # no floats here; left open, Triton 3.9 warns about a default
             },
             spans=partial(_spans, both, index, layer),
         )

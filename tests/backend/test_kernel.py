@@ -85,9 +85,15 @@ def compiled(shape: Shape, architecture: int) -> str:
     ],
 )
 def test_rows_move_in_the_widest_words(
-    name: str, layout: Layout, access: str, architecture: int
+    name: str,
+    layout: Layout,
+    access: str,
+    architecture: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Compiled for each architecture, loads and stores are as wide as the rows allow."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     ptx = compiled(shape_of(name, layout), architecture)
     assert set(re.findall(r"st\.global\.([\w.]+)", ptx)) == {access}
     assert access in re.findall(r"ld\.global\.([\w.]+)", ptx)
