@@ -555,3 +555,20 @@ def test_a_lost_device_fails_what_is_in_the_air_and_refuses_the_rest() -> None:
         late = Flight(driver, "load", Pool(1), Pool(2), [(0, 0)]).go()
         assert late.over.wait(PATIENCE)
         assert late.log == ["failed", "ended"]
+
+
+def test_in_a_forked_child_carry_raises_and_close_returns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CUDA does not survive a fork: the child touches nothing of it."""
+    with world() as (fake, driver):
+        flight = Flight(driver, "load", Pool(1), Pool(2), [(0, 0)])
+        with monkeypatch.context() as child:
+            child.setattr("os.getpid", lambda: -1)
+            made = len(fake.calls)
+            with pytest.raises(RequestError, match="fork"):
+                flight.go()
+            driver.close()
+            assert len(fake.calls) == made
+        land(fake, flight.go())
+        assert flight.log == [*range(LAYERS), "ended"]
