@@ -454,8 +454,7 @@ class Shell:
 
     def _settle(self, piece: Piece, state: State) -> None:
         transfer = self.transfers[piece.request.id]
-        flight = self._flights.get(piece.batch.id) if piece.batch is not None else None
-        layer = flight.error_layer if flight is not None and flight.error is not None else None
+        layer = transfer.layer_of(piece.error)
         if not transfer.issued_ns:
             self.counters.of(transfer.direction).withdraw()
         for each in (transfer, *transfer.riders()):

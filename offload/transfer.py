@@ -440,6 +440,11 @@ class Transfer:
         for rider in self._joined or ():
             rider.wake(layers)
 
+    def layer_of(self, error: BaseException | None) -> int | None:
+        """Return the layer whose copy raised `error`; None when it came from elsewhere."""
+        flight = self._failure()
+        return flight.error_layer if flight is not None and flight.error is error else None
+
     def settle(self, state: State, error: BaseException | None, layer: int | None) -> State:
         """Fix the outcome, and return it: done after all when everything has landed meanwhile.
 
