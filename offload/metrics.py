@@ -12,6 +12,8 @@ Needs the extra `prometheus`:
     collector = Collector()
     collector.watch(scheduler, device="cuda:0", host=host)
     prometheus_client.REGISTRY.register(collector)
+
+or, for a process that serves nothing else, `serve(scheduler, device="cuda:0", host=host)`.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import attrs
+from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -178,6 +181,21 @@ class Collector:
                 for state, nbytes in _pool_bytes(source.host).items():
                     pool.add_metric((*source.labels, state), nbytes)
         yield from (forward, dropped, pool)
+
+
+def serve(
+    scheduler: Counted, *, port: int = 0, device: str = "", rank: int = 0, host: Pool | None = None
+) -> str:
+    """Serve one scheduler's metrics on loopback, on a thread that ends with the process; return the address.
+
+    Args:
+        port: 0 takes a free one.
+    """
+    collector, registry = Collector(), CollectorRegistry()
+    collector.watch(scheduler, device=device, rank=rank, host=host)
+    registry.register(collector)
+    server, _ = start_http_server(port, "127.0.0.1", registry)
+    return f"http://127.0.0.1:{server.server_port}/metrics"
 
 
 def _cumulative(histogram: Histogram, unit: float) -> Sequence[tuple[str, float]]:

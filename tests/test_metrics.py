@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -165,6 +168,20 @@ def test_scrape_with_escaped_names(counted: Counted, served: str) -> None:
         request = urllib.request.Request(served, headers={"Accept": accept})
         with urllib.request.urlopen(request) as response:
             assert "offload_transfer_bytes_total{" in response.read().decode()
+
+
+def test_serving_loop_exposes_metrics() -> None:
+    """The serving example, asked for metrics, scrapes itself: bytes both ways, its pool, its failures of none."""
+    example = Path(__file__).parents[1] / "examples" / "serving_loop.py"
+    done = subprocess.run(
+        [sys.executable, example, "--metrics"], capture_output=True, text=True, check=True
+    )
+    found = samples(done.stdout[done.stdout.index("# HELP") :])
+    moved = [found[at("offload_transfer_bytes_total", direction=d)] for d in ("load", "backup")]
+    assert min(moved) > 0
+    assert found[at("offload_requests_total", direction="load")] == 12
+    assert found[at("offload_host_pool_bytes", state="used")] > 0
+    assert not any(name == "offload_failures_total" for name, _ in found)
 
 
 def test_a_real_scheduler() -> None:
