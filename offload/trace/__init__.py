@@ -11,7 +11,6 @@ report.py     the numbers
 picture.py    the picture
 check.py      is this trace one that readers take as it is?
 view.py       hand one file to a viewer
-device_clock.py   device timestamps on the host's clock
 commands.py   the command line's share
 """
 

@@ -7,7 +7,7 @@ import struct
 import attrs
 import pytest
 
-from offload.trace.device_clock import DeviceClock, clamp
+from offload.core.device_clock import DeviceClock, clamp
 
 MS = 1_000_000
 
