@@ -16,7 +16,7 @@ from offload.backend.cpu import Way, _Pages
 from offload.core.kinds import Direction, IoBackend, Layout, PoolKind
 from offload.core.layout import device_geometry, host_geometry
 from offload.core.plan import Runs, coalesce
-from offload.core.strategy import resolve
+from offload.core.strategy import TABLE, Rejection, resolve
 from offload.errors import UnknownNameError, UnsupportedPairError
 from offload.pool import DevicePool, HostPool, Pool
 from offload.spec import PoolSpec
@@ -231,6 +231,20 @@ def test_a_rejected_cell_is_refused_with_its_reason(
     for better in caught.value.layouts:
         there = HostPool.allocate(device.spec, num_pages=2, layout=better, pinned=False)
         resolve(kind, direction, io_backend, there.geometry, device.geometry)
+
+
+def test_the_number_of_cells_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """Every cell is supported or rejected, and none that runs on a CPU is left out."""
+    kinds: dict[str, int] = {"copied": 0, "refused": 0}
+    for cell in TABLE.values():
+        kinds["refused" if isinstance(cell, Rejection) else "copied"] += 1
+    assert sum(kinds.values()) == len(PoolKind) * len(Layout) * len(IoBackend) * len(Direction)
+    with capsys.disabled():
+        print(
+            f"\ntable: {len(TABLE)} cells, {kinds['copied']} with a strategy, {kinds['refused']} "
+            f"rejected; at the sizes of {len(SPECS)} pools: {len(CELLS)} run here on the CPU, "
+            f"{len(REJECTED)} are refused"
+        )
 
 
 @pytest.mark.parametrize("way", Way)
