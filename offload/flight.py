@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from offload.transfer import Transfer
 
 
+LOOK_S = 0.5
+"""How often a thread that waits looks whether the loop still exists."""
+
+
 @attrs.define(eq=False)
 class Bell:
     """Wakes threads that wait for progress. One per scheduler: few threads wait, for short times.
@@ -52,7 +56,8 @@ class Bell:
                     left = None if end is None else end - time.monotonic()
                     if left is not None and left <= 0:
                         return False
-                    self._changed.wait(left)
+                    # A loop that is closed rings no bell: who waits looks for that himself.
+                    self._changed.wait(LOOK_S if left is None else min(left, LOOK_S))
                 return True
             finally:
                 self.waiting -= 1
@@ -101,6 +106,9 @@ class Flight:
 
     transfers: list[Transfer] = attrs.field(factory=list)
     events: dict[int, Event] = attrs.field(factory=dict)
+    _fenced: dict[int, int] = attrs.field(factory=dict)
+    """The last layer of a request that some compute stream was ordered after, by request."""
+
     _copies: Copies | None = None
     _next: int = attrs.field(init=False)
     _handed_ns: int = 0
@@ -171,6 +179,20 @@ class Flight:
                 batch.id, batch.direction, self.stream, layer,
                 issue, issued, start_ns, end_ns, nbytes, ops, transfers,
             )  # fmt: skip
+
+    def fence(self, request: int, layer: int) -> Event | None:
+        """Return the event for compute to wait on; None when the flight has broken and it means nothing.
+
+        Noted before the error is read, and read by the loop after the error was written: so a copy that
+        fails is repeated, or fenced, never both.
+        """
+        self._fenced[request] = max(layer, self._fenced.get(request, 0))
+        return self.events.get(layer) if self.error is None else None
+
+    def spoiled(self) -> frozenset[int]:
+        """Return the requests that compute was fenced on before they landed. The flight has broken."""
+        fenced, landed = self._fenced.copy(), self.landed_layers
+        return frozenset(request for request, layer in fenced.items() if layer >= landed)
 
     def failed(self, layer: int, error: BaseException) -> None:
         """Publish that the copy of a layer raised."""

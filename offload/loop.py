@@ -28,6 +28,11 @@ class Home:
         """Whether this thread is the loop's."""
         return threading.get_ident() == self._thread
 
+    @property
+    def closed(self) -> bool:
+        """Whether the loop has ended for good. One that is only stopped cannot be told from a busy one."""
+        return self._asyncio.is_closed() if self._asyncio is not None else not self._post(_nothing)
+
     def post(self, callback: Callable[[], object]) -> bool:
         """Run `callback` on the loop soon, from any thread; return False when the loop is closed."""
         if self._asyncio is not None and threading.get_ident() == self._thread:
@@ -92,6 +97,10 @@ class Home:
             )
 
 
+def _nothing() -> None:
+    """What is posted only to see whether it can be."""
+
+
 class Nowhere(Home):
     """The loop of a scheduler that was not opened yet: it can do nothing."""
 
@@ -101,6 +110,11 @@ class Nowhere(Home):
     @property
     def here(self) -> bool:
         """Never."""
+        return False
+
+    @property
+    def closed(self) -> bool:
+        """Not yet."""
         return False
 
     def post(self, callback: Callable[[], object]) -> bool:

@@ -77,8 +77,7 @@ class Shell:
     counters: Counters = attrs.field(factory=Counters)
     bell: Bell = attrs.field(factory=Bell)
     closing: bool = False
-    dead: bool = False
-    """The loop has ended under us; nothing will settle any more. Read by waiting threads."""
+    _dead: bool = False
 
     fault: BaseException | None = None
     """Our own, to be raised where the scheduler is left."""
@@ -217,6 +216,13 @@ class Shell:
         return self.lost or self.fault
 
     @property
+    def dead(self) -> bool:
+        """Whether the loop has ended under us: nothing will settle any more. Read by waiting threads."""
+        if not self._dead:
+            self._dead = self.home.closed
+        return self._dead
+
+    @property
     def working(self) -> bool:
         """Whether anything is still to be decided or to land."""
         return self.stuck is None and self.machine.pending()
@@ -351,7 +357,7 @@ class Shell:
         if not self._turn_due:
             self._turn_due = True
             if not self.home.post(self._turn):
-                self.dead = True
+                self._dead = True
                 self.bell.ring()
                 return False
         return True
@@ -391,7 +397,7 @@ class Shell:
         if landed > batch.landed:
             self.handle(Landed(batch.id, landed))
         if error is not None and not batch.failed:
-            self.handle(Failed(batch.id, error))
+            self.handle(Failed(batch.id, error, flight.spoiled()))
         if over and batch.id in self._flights:
             del self._flights[batch.id]
             self.handle(Ended(batch.id))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -14,6 +15,7 @@ from offload.core.kinds import Direction
 from offload.core.pages import PagesLike
 from offload.counters import Counters
 from offload.errors import SchedulerClosedError
+from offload.flight import LOOK_S
 from offload.group import PagePair
 from offload.parking import Place
 from offload.statistics import Statistics
@@ -261,19 +263,13 @@ class ThreadFace:
     def _submit(self, submission: Submission, timeout: float | None) -> Transfer:
         shell = self._shell
         shell.check_may_block("submit")
+        shell.refuse_closed()
         admission = _Admission(shell, submission)
         if not shell.post(admission.start):
             raise SchedulerClosedError
-        while True:
-            try:
-                return admission.future.result(timeout)
-            except FutureTimeout:
-                if admission.future.done():
-                    return admission.future.result()  # or raise: its deadline passed in the line
-                if admission.give_up():
-                    raise TimeoutError(
-                        f"no room within {timeout} s; nothing was submitted"
-                    ) from None
+        if not _answered(shell, admission.future, timeout) and admission.give_up():
+            raise TimeoutError(f"no room within {timeout} s; nothing was submitted")
+        return admission.future.result()
 
     def _call(self, act: Callable[[], T]) -> T:
         shell = self._shell
@@ -288,4 +284,25 @@ class ThreadFace:
 
         if not shell.post(run):
             raise SchedulerClosedError
+        _answered(shell, future, None)
         return future.result()
+
+
+def _answered(shell: Shell, future: Future[T], timeout: float | None) -> bool:
+    """Block until the loop's thread has answered; return whether it has within `timeout`.
+
+    Raises:
+        SchedulerClosedError: The loop has ended before it answered.
+    """
+    end = None if timeout is None else time.monotonic() + timeout
+    while True:
+        left = LOOK_S if end is None else end - time.monotonic()
+        try:
+            future.exception(min(max(left, 0.0), LOOK_S))
+        except FutureTimeout:
+            if end is not None and time.monotonic() >= end:
+                return False
+            if shell.dead:
+                raise SchedulerClosedError from None
+        else:
+            return True
