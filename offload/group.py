@@ -103,6 +103,9 @@ class PoolGroup:
             )
             for index, (name, pair) in enumerate(members.items())
         )
+        having = {layer for layers in maps.values() for layer in layers}
+        self.holes = frozenset(range(self.num_layers)) - having
+        """Layers of the model that no member has: nothing is copied for them."""
         self._page_bytes = [member.device.spec.page_bytes for member in self.members]
         self._sources = page_sources(
             self.members, {name: pair.follows for name, pair in members.items()}

@@ -157,6 +157,7 @@ async def test_a_layer_lands_when_all_parts_have_it() -> None:
         index=Pair.backed(pool(INDEX), HOST, layers=(3, 1)),
     )
     fill(group)
+    assert group.holes == {2}
     sim = offload.testing.SimDriver(seed=0, detect_races=True)
     kv, index = group.members
     async with offload.open_scheduler(group, driver=sim) as scheduler:
