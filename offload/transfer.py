@@ -18,7 +18,6 @@ from anyio.lowlevel import checkpoint
 from offload.core.batch import Piece, State
 from offload.core.kinds import Direction
 from offload.core.request import Request
-from offload.driver.base import Event
 from offload.errors import RequestError, TransferCancelled, TransferFailed
 from offload.flight import Flight
 
@@ -243,12 +242,13 @@ class Transfer:
                 "fence was called on a stream that captures a graph, and a wait made now would be "
                 "lost or would break the capture. Fence just before the replay."
             )
-        if self._landed(index):
-            return 0
-        self._block(lambda: self._issued(index), f"layer {index} to be issued", timeout)
-        event = self._event(index)
-        if event is not None and not self._landed(index):
-            driver.compute_stream().wait(event)
+        while not self._landed(index):
+            self._block(lambda: self._issued(index), f"layer {index} to be issued", timeout)
+            flight = self._flight_of(index)
+            event = None if flight is None else flight.fence(self.request.id, index)
+            if event is not None:
+                driver.compute_stream().wait(event)
+                break
         return 0
 
     # Acting ------------------------------------------------------------------------------------------
@@ -286,11 +286,9 @@ class Transfer:
 
     def _issued(self, layer: int) -> bool:
         flight = self._flight_of(layer)
-        return self._landed(layer) or (flight is not None and flight.issued_layers > layer)
-
-    def _event(self, layer: int) -> Event | None:
-        flight = self._flight_of(layer)
-        return None if flight is None else flight.events.get(layer)
+        if flight is not None and flight.issued_layers > layer and flight.error is None:
+            return True
+        return self._landed(layer)
 
     def _all_landed(self) -> bool:
         if self._outcome is not None:

@@ -24,7 +24,8 @@ follow. Three rules keep pages whole:
 
 Failure. A batch of one piece that fails, fails that piece. A batch of several that fails is taken
 apart when it has drained, and each piece goes on alone from the layer that failed: copies can be
-repeated, and the one at fault fails again, alone.
+repeated, and the one at fault fails again, alone. Not one that compute was fenced on: compute goes on when
+the event has passed, whatever became of the copy, so repeating it would come too late and be a race.
 
 Transitions of a request are the table `TRANSITIONS`; anything else is our bug and raises.
 """
@@ -93,6 +94,10 @@ class Failed:
 
     batch: int
     error: BaseException
+
+    spoiled: frozenset[int] = frozenset()
+    """Requests that cannot be mended by copying again: compute was ordered after a copy that has not landed,
+    and goes on without it."""
 
 
 @attrs.frozen
@@ -509,9 +514,10 @@ class Machine:
     def _failed(self, event: Failed) -> None:
         batch = self._batch(event.batch)
         batch.failed = True
-        wanted = [piece for piece in batch.pieces if piece.owner.state in _OPEN]
-        if len(wanted) == 1 and len(batch.pieces) == 1:
-            self._abandon(wanted[0].owner, "fail", event.error)
+        for piece in batch.pieces:
+            lost = len(batch.pieces) == 1 or piece.request.id in event.spoiled
+            if lost and piece.owner.state in _OPEN:
+                self._abandon(piece.owner, "fail", event.error)
 
     def _ended(self, event: Ended) -> None:
         batch = self._batches.pop(event.batch)
