@@ -33,6 +33,9 @@ class Copies:
     _page_bytes: tuple[int, ...]
     """By member, bytes of one layer of one page."""
 
+    _components: tuple[int, ...]
+    """By member, of how many components that is: a page of one layer is one copy for each."""
+
     _totals: dict[tuple[int, ...], tuple[int, int]] = attrs.field(factory=dict)
     """(bytes, copies asked for) of one layer, by the members that have it: few, and many layers."""
 
@@ -61,7 +64,8 @@ class Copies:
     def _total(self, members: tuple[int, ...]) -> tuple[int, int]:
         pages, each = self._pages, self._page_bytes
         nbytes = sum(pages[member] * each[member] for member in members)
-        total = self._totals[members] = nbytes, sum(pages[member] for member in members)
+        asked = sum(pages[member] * self._components[member] for member in members)
+        total = self._totals[members] = nbytes, asked
         return total
 
 
@@ -84,6 +88,7 @@ class Route:
 
     _layers: Layers
     _page_bytes: tuple[int, ...]
+    _components: tuple[int, ...]
 
     @classmethod
     def over(cls, direction: Direction, legs: tuple[Leg, ...], num_layers: int) -> Route:
@@ -97,7 +102,8 @@ class Route:
             )
             layers.append((tuple(index for index, _ in jobs), jobs))
         each = tuple(leg.member.device.spec.layer_bytes for leg in legs)
-        return cls(direction, legs, tuple(layers), each)
+        components = tuple(len(leg.member.device.spec.parts) for leg in legs)
+        return cls(direction, legs, tuple(layers), each, components)
 
     def prepare(self, plan: CopyPlan) -> Copies:
         """Make the copies of a plan ready, on the stream's own thread."""
@@ -112,7 +118,7 @@ class Route:
             prepared[part.member] = leg.backend.prepare(
                 member.device, member.host, self.direction, part.runs
             )
-        return Copies(self._layers, prepared, pages, self._page_bytes)
+        return Copies(self._layers, prepared, pages, self._page_bytes, self._components)
 
 
 @attrs.define(eq=False)
@@ -170,7 +176,11 @@ class Router:
             raise (refused if len(self.group.members) == 1 else refused.of(member.name)) from None
         backend = self._backends.get(name)
         if backend is None:
-            backend = self._backends[name] = make_backend(name)
+            try:
+                backend = self._backends[name] = make_backend(name)
+            except ImportError as error:
+                reason = f"it needs {error.name or error}, which cannot be imported"
+                raise table.refusal(kind, direction, name, host, device, reason) from error
         return Leg(member, name, strategy, backend)
 
 
