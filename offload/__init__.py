@@ -11,6 +11,7 @@ from offload.core.batch import Limits, State
 from offload.core.kinds import Direction, IoBackend, Layout, PoolKind
 from offload.core.pages import PageAllocator
 from offload.core.slots import pages_from_slots
+from offload.core.table import Rejection
 from offload.errors import (
     GeometryError,
     InvalidTransitionError,
@@ -57,6 +58,7 @@ __all__ = [
     "PoolGroup",
     "PoolKind",
     "PoolSpec",
+    "Rejection",
     "RequestError",
     "Scheduler",
     "SchedulerClosedError",

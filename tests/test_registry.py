@@ -10,7 +10,7 @@ from offload import registry
 from offload.core.axes import Axes
 from offload.core.geometry import Geometry
 from offload.core.kinds import Direction, IoBackend, Layout, PoolKind
-from offload.core.strategy import Rejection
+from offload.core.table import Rejection
 from offload.errors import RequestError, UnknownNameError, UnsupportedPairError
 from offload.explain import cells, explain
 from offload.pool import HostPool

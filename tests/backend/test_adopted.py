@@ -14,7 +14,8 @@ from offload.core.checks import worst_runs
 from offload.core.geometry import matched
 from offload.core.kinds import Direction, Layout
 from offload.core.plan import coalesce
-from offload.core.strategy import Rejection, Table
+from offload.core.strategy import Table
+from offload.core.table import Rejection
 from offload.pool import DevicePool, HostPool
 from offload.spec import PoolSpec
 from tests import oracle

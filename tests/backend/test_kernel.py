@@ -15,7 +15,7 @@ pytest.importorskip("triton", reason="the extra `kernel` is not installed")
 
 from offload.backend.kernel import Shape
 from offload.core.kinds import IoBackend, Layout
-from offload.core.strategy import BUILT
+from offload.core.table import BUILT
 from tests.backend.fake_stream import cells
 from tests.backend.test_matrix import ON_CPU, pools
 

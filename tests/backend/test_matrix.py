@@ -16,7 +16,8 @@ from offload.backend.cpu import Way, _Pages
 from offload.core.kinds import Direction, IoBackend, Layout, PoolKind
 from offload.core.layout import device_geometry, host_geometry
 from offload.core.plan import Runs, coalesce
-from offload.core.strategy import TABLE, Rejection, resolve
+from offload.core.strategy import resolve
+from offload.core.table import TABLE, Rejection
 from offload.errors import UnknownNameError, UnsupportedPairError
 from offload.pool import DevicePool, HostPool, Pool
 from offload.spec import PoolSpec

@@ -10,20 +10,11 @@ from offload.core.axes import Axes
 from offload.core.geometry import Component, Geometry
 from offload.core.kinds import AUTO, Direction, IoBackend, Layout, PoolKind
 from offload.core.layout import device_geometry, host_geometry
-from offload.core.strategy import (
-    BUILT,
-    TABLE,
-    Rejection,
-    Strategy,
-    Table,
-    auto_order,
-    build_table,
-    resolve,
-)
+from offload.core.strategy import Table, auto_order, resolve
+from offload.core.table import TABLE, Rejection, Strategy
 from offload.errors import UnsupportedPairError
 from offload.explain import NOMINAL
 
-WHOLE = Table(cells=build_table(frozenset(IoBackend)))
 CELLS = list(product(PoolKind, Layout, IoBackend, Direction))
 IDS = ["-".join(cell) for cell in CELLS]
 
@@ -57,16 +48,15 @@ def test_rejections_have_a_reason() -> None:
         assert isinstance(cell, Strategy) or (cell.reason and not cell.reason.endswith("."))
 
 
-@pytest.mark.parametrize("table", [Table(), WHOLE], ids=["built", "whole"])
 @pytest.mark.parametrize("sizes", [NOMINAL, ODD], ids=["nominal", "odd"])
 @pytest.mark.parametrize("cell", CELLS, ids=IDS)
 def test_a_rejection_offers_only_what_works(
     cell: tuple[PoolKind, Layout, IoBackend, Direction],
     sizes: dict[PoolKind, tuple[Component, ...]],
-    table: Table,
 ) -> None:
     """Every io backend and layout in a refusal resolves, and none that resolves is left out."""
     kind, layout, io_backend, way = cell
+    table = Table()
     host, device = pair(kind, layout, sizes[kind])
     if isinstance(table.judge(kind, way, io_backend, host, device), Strategy):
         return
@@ -126,7 +116,7 @@ def test_texts_of_refusals(cell: tuple[PoolKind, Layout, IoBackend, Direction]) 
     parts = (Component("row", 1, 1, 35 * 33, 1),) if kind is PoolKind.ROWS else None
     host, device = pair(kind, layout, parts)
     with pytest.raises(UnsupportedPairError) as caught:
-        WHOLE.resolve(kind, way, io_backend, host, device)
+        Table().resolve(kind, way, io_backend, host, device)
     assert str(caught.value) == TEXTS[cell]
 
 
@@ -139,7 +129,7 @@ def test_rows_go_by_any_io_backend(kind: PoolKind, way: Direction) -> None:
     layouts = (Layout.LAYER_FIRST, Layout.PAGE_FIRST, Layout.PAGE_FIRST_DIRECT)
     for layout, name in product(layouts, set(IoBackend) - {IoBackend.KERNEL_ASCEND}):
         host, device = pair(kind, layout)
-        assert WHOLE.resolve(kind, way, name, host, device)
+        assert Table().resolve(kind, way, name, host, device)
 
 
 def test_one_token_pages_make_page_first_direct() -> None:
@@ -175,14 +165,14 @@ def test_unnamed_orders_take_the_row_of_the_nearest(text: str) -> None:
     """An order without a name is resolved by its runs, and its label is its axes."""
     host, device = pair(PoolKind.MHA, Axes(text))
     assert host.label == text
-    assert WHOLE.resolve(PoolKind.MHA, Direction.LOAD, "kernel", host, device) == UNNAMED[text]
+    assert Table().resolve(PoolKind.MHA, Direction.LOAD, "kernel", host, device) == UNNAMED[text]
 
 
 def test_unaligned_starts_are_refused() -> None:
     """Runs of whole words that do not start at words are refused as such."""
     parts = (Component("kv", 4, 1, 5, 2, (("latent", 2), ("rope", 3))),)
     host, device = pair(PoolKind.MLA, Layout.PAGE_FIRST_KV_SPLIT, parts)
-    verdict = WHOLE.judge(PoolKind.MLA, Direction.LOAD, IoBackend.KERNEL, host, device)
+    verdict = Table().judge(PoolKind.MLA, Direction.LOAD, IoBackend.KERNEL, host, device)
     assert isinstance(verdict, Rejection)
     assert verdict.reason.startswith("runs start at multiples of 2 bytes, and 'kernel'")
 
@@ -191,18 +181,17 @@ def test_a_device_narrows_what_is_offered() -> None:
     """On host tensors no GPU column is taken or offered; on a GPU the cpu column is not."""
     host, device = pair(PoolKind.MHA, Layout.PAGE_FIRST)
     args = (PoolKind.MHA, Direction.LOAD, host, device)
-    cells = build_table(frozenset(IoBackend))
-    assert Table(cells=cells, on="cpu").io_backends(*args) == ("cpu",)
-    assert Table(cells=cells, on="cuda").io_backends(*args) == ("memcpy_batch", "kernel", "staged")
+    assert Table(on="cpu").io_backends(*args) == ("cpu",)
+    assert Table(on="cuda").io_backends(*args) == ("memcpy_batch", "kernel", "staged")
     with pytest.raises(UnsupportedPairError, match="'kernel' needs a GPU") as caught:
-        Table(cells=cells, on="cpu").resolve(PoolKind.MHA, Direction.LOAD, "kernel", host, device)
+        Table(on="cpu").resolve(PoolKind.MHA, Direction.LOAD, "kernel", host, device)
     assert (caught.value.io_backends, caught.value.layouts) == (("cpu",), ())
 
 
 def test_kernels_need_a_pinned_host_pool() -> None:
     """What reads host memory in place is refused on pageable memory, and `auto` passes it over."""
     host, device = pair(PoolKind.MHA, Layout.PAGE_HEAD)
-    table = Table(cells=build_table(frozenset(IoBackend)), on="cuda", pinned=False)
+    table = Table(on="cuda", pinned=False)
     args = (PoolKind.MHA, Direction.LOAD)
     with pytest.raises(UnsupportedPairError, match="this host pool is not pinned"):
         table.resolve(*args, "kernel", host, device)
@@ -217,9 +206,7 @@ def test_auto_prefers_engines_for_long_runs() -> None:
         order = auto_order(host, device)
         assert set(order) == set(IoBackend) - {IoBackend.KERNEL_ASCEND}
         ways[layout] = [
-            Table(cells=build_table(frozenset(IoBackend)), on=on)
-            .choose(PoolKind.MHA, Direction.LOAD, host, device)
-            .value
+            Table(on=on).choose(PoolKind.MHA, Direction.LOAD, host, device).value
             for on in ("cuda", "cpu")
         ]
     assert ways == {
@@ -235,13 +222,6 @@ def test_auto_says_when_nothing_copies() -> None:
         Table().choose(PoolKind.MLA, Direction.LOAD, host, device)
     assert caught.value.io_backend == AUTO
     assert caught.value.pair == ("direct", "layer_first")
-
-
-def test_what_is_not_built_says_so() -> None:
-    """A column without a backend is a rejection that does not blame the pair."""
-    for name in set(IoBackend) - BUILT - {IoBackend.KERNEL_ASCEND}:
-        cell = TABLE[PoolKind.MHA, Layout.LAYER_FIRST, name, Direction.LOAD]
-        assert cell == Rejection(f"this version has no {name.value!r} copies yet")
 
 
 def test_registered_columns_decide_for_themselves() -> None:

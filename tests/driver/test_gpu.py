@@ -7,7 +7,8 @@ import torch
 
 from offload import DevicePool, HostPool, PoolSpec, start_scheduler
 from offload.core.kinds import Layout
-from offload.core.strategy import BUILT, HOST_ONLY
+from offload.core.strategy import HOST_ONLY
+from offload.core.table import BUILT
 from offload.driver.cuda import CudaDriver
 from offload.errors import RequestError, UnsupportedPairError
 

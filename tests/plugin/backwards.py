@@ -9,7 +9,7 @@ from offload.backend.base import Access, PoolCopy
 from offload.core.geometry import Geometry
 from offload.core.kinds import Direction, PoolKind
 from offload.core.plan import Runs
-from offload.core.strategy import Rejection
+from offload.core.table import Rejection
 from offload.testing import ThreadsDriver
 
 
