@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Literal
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -409,3 +411,70 @@ def test_a_refusal_names_the_member() -> None:
     with pytest.raises(offload.UnsupportedPairError, match=r"\(mha, pool 'kv'\)") as caught:
         offload.open_scheduler(group, io_backend="direct")
     assert (caught.value.pool, caught.value.layout) == ("kv", "page_first")
+
+
+@on_both
+async def test_members_may_sit_a_request_out() -> None:
+    """A request of window pages alone, and one of the anchor's alone, move just those."""
+    group = window("page_first")
+    fill(group)
+    full, swa = group.members
+    before = contents(full.device, range(DEVICE))
+    wanted = contents(swa.host, [3])
+    async with offload.open_scheduler(group) as scheduler:
+        only_window = await scheduler.load(
+            host_pages=[], device_pages=[], members={"swa": offload.PagePair([3], [5])}
+        )
+        await only_window
+        assert only_window.nbytes == WINDOW.page_bytes
+        assert contents(swa.device, [5]) == wanted
+        assert contents(full.device, range(DEVICE)) == before
+        only_anchor = await scheduler.load(
+            host_pages=[1], device_pages=[0], members={"swa": offload.PagePair([], [])}
+        )
+        await only_anchor
+        assert only_anchor.nbytes == KV.page_bytes
+    assert contents(full.device, [0]) == contents(full.host, [1])
+    assert scheduler.statistics().load.ops == (2 + 3) * 2  # layers of one page, keys and values
+
+
+@on_both
+async def test_a_streaming_backup_covers_all_members() -> None:
+    """Layers written in any order reach the host in every pool that has them."""
+    group = window("page_first")
+    fill(group)
+    own = {"swa": offload.PagePair([0], [4])}
+    async with offload.open_scheduler(group) as scheduler:
+        backup = await scheduler.backup(
+            device_pages=[2], host_pages=[6], streaming=True, members=own
+        )
+        for layer in (3, 0, 4, 2, 1):
+            backup.layer_written(layer)
+            await backup.layer(layer)
+        await backup
+    full, swa = group.members
+    assert contents(full.host, [6]) == contents(full.device, [2])
+    assert contents(swa.host, [0]) == contents(swa.device, [4])
+
+
+def test_groups_over_the_same_pools_never_block_each_other() -> None:
+    """Allocators are locked in one order, whatever the order of the members; no page is lost."""
+    one, two = Pair.backed(pool(KV), HOST), Pair.backed(pool(KV), HOST)
+    own = partial(attrs.evolve, pages="own", layers=range(3, 6))
+    crossed = [PoolGroup(a=one, b=own(two)), PoolGroup(a=two, b=own(one))]
+
+    def churn(group: PoolGroup) -> None:
+        for _ in range(300):
+            try:
+                held = group.alloc("device", 5, {"b": 4})
+            except offload.OutOfPagesError:
+                continue
+            group.free("device", held)
+
+    threads = [threading.Thread(target=churn, args=(group,)) for group in crossed * 2]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20.0)
+        assert not thread.is_alive()
+    assert (one.device.pages.num_free, two.device.pages.num_free) == (DEVICE, DEVICE)
