@@ -103,7 +103,9 @@ def coalesce(source: Pages, destination: Pages, scratch: Scratch | None = None) 
     bounds[0], bounds[-1] = 0, n
     np.add(cuts, 1, out=bounds[1:-1])
     first = keys[bounds[:-1]]
-    return Runs(first >> 32, first & (_STEP - 2), bounds[1:] - bounds[:-1], n)
+    starts = first >> 32
+    np.bitwise_and(first, _STEP - 2, out=first)
+    return Runs(starts, first, np.subtract(bounds[1:], bounds[:-1]), n)
 
 
 @attrs.frozen(eq=False)
