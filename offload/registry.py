@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 
 import attrs
 
@@ -36,7 +36,12 @@ class _Registry:
     backends: dict[str, BackendEntry] = attrs.field(factory=dict)
     drivers: dict[str, Factory] = attrs.field(factory=dict)
     layouts: dict[str, Axes] = attrs.field(factory=dict)
+    called: set[EntryPoint] = attrs.field(factory=set)
+    """Entry points that have registered what they bring."""
+
     read: bool = False
+    """Whether all of them were."""
+
     lock: threading.RLock = attrs.field(factory=threading.RLock)
 
 
@@ -147,8 +152,27 @@ def _claim(what: str, name: str, taken: set[str]) -> None:
 def _loaded() -> _Registry:
     with _REGISTRY.lock:
         if not _REGISTRY.read:
-            _REGISTRY.read = True
             for group in ("offload.backends", "offload.drivers", "offload.layouts"):
                 for entry in entry_points(group=group):
-                    entry.load()()  # a function without arguments that calls register_*
+                    if entry not in _REGISTRY.called:
+                        _call(entry)
+            _REGISTRY.read = True
         return _REGISTRY
+
+
+def _call(entry: EntryPoint) -> None:
+    """Let an installed package register: an entry point is a function that calls `register_*`.
+
+    Raises:
+        RequestError: It raised. It is called again at the next look-up.
+    """
+    _REGISTRY.called.add(entry)  # before the call, which may look names up itself
+    try:
+        entry.load()()
+    except Exception as error:
+        _REGISTRY.called.discard(entry)
+        raise RequestError(
+            f"entry point {entry.name!r} of {entry.group!r} ({entry.value}) raised "
+            f"{type(error).__name__}: {error}. Mend or uninstall its package.",
+            value=entry.name,
+        ) from error

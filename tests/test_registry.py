@@ -109,6 +109,26 @@ def test_entry_points_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(registry.backends()) == ["plugged"]
 
 
+def test_an_entry_point_that_raises_is_named_every_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broken package is never skipped in silence, and those before it are registered once."""
+    monkeypatch.setattr(registry, "_REGISTRY", registry._Registry())
+    points = {
+        "offload.backends": EntryPoint("x", f"{__name__}:plug", "offload.backends"),
+        "offload.layouts": EntryPoint("torn", f"{__name__}:tear", "offload.layouts"),
+    }
+    monkeypatch.setattr(
+        registry, "entry_points", lambda *, group: [points[group]] if group in points else []
+    )
+    for _ in range(2):
+        with pytest.raises(RequestError, match=r"'torn' of 'offload.layouts' .*GeometryError"):
+            registry.layouts()
+
+
+def tear() -> None:
+    """Register what is no layout."""
+    registry.register_layout("torn", "x y z")
+
+
 def plug() -> None:
     """Register, as a package would."""
     registry.register_backend("plugged", object, column=column)
