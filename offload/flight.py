@@ -76,6 +76,8 @@ class Flight:
     counters: DirectionCounters
     tracer: Tracer | None
     stream: str
+    clock: Callable[[], int]
+    """Nanoseconds, on the driver's clock."""
 
     urgency: tuple[float, ...] = attrs.field(init=False)
     limit: int = attrs.field(init=False)
@@ -128,13 +130,13 @@ class Flight:
 
     def prepare(self) -> None:
         """Plan the batch and make its copies ready."""
-        start = time.perf_counter_ns()
+        start = self.clock()
         requests = [piece.request for piece in self.batch.pieces]
         self._copies = self.route.prepare(plan_copy(self.batch.direction, requests))
         tracer = self.tracer
         if tracer is not None and tracer.active:
             ids = tuple(request.id for request in requests)
-            end = time.perf_counter_ns()
+            end = self.clock()
             tracer.plan(self.batch.id, self.batch.direction, self.stream, start, end, ids)
 
     @property
@@ -149,13 +151,13 @@ class Flight:
             return None
         self._next = layer + 1
         if self.tracer is not None:
-            self._handed_ns = time.perf_counter_ns()
+            self._handed_ns = self.clock()
         return layer, self._copies.work(layer)
 
     def issued(self, layer: int, event: Event) -> None:
         """Publish that a layer has been enqueued."""
         if self.tracer is not None:
-            self._issue_ns[layer] = (self._handed_ns, time.perf_counter_ns())
+            self._issue_ns[layer] = (self._handed_ns, self.clock())
         self.events[layer] = event
         self.issued_layers = layer + 1
         self.bell.ring()

@@ -89,10 +89,14 @@ class Attachment:
             for backup in self._backups:
                 backup.cancel()
 
+    def _clock(self) -> int:
+        transfers = (*self._loads, *self._backups)
+        return transfers[0].now_ns() if transfers else time.perf_counter_ns()
+
     def _before(self, layer: int) -> _Hook:
         def wait(*_: object) -> None:
             if not layer:
-                self._began_ns = time.perf_counter_ns()
+                self._began_ns = self._clock()
             trace = self._trace
             if trace is not None:
                 trace.arrive(layer)
@@ -112,7 +116,7 @@ class Attachment:
                 backup.layer_written(layer)
             if layer == last and self._began_ns:
                 for transfer in (*self._loads, *self._backups)[:1]:
-                    transfer.note_forward(time.perf_counter_ns() - self._began_ns)
+                    transfer.note_forward(self._clock() - self._began_ns)
 
         return written
 

@@ -14,7 +14,6 @@ transfer as failed, closes the scheduler and is raised where it is left.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -122,6 +121,7 @@ class Shell:
         self.home = Home()
         self.timer = Timer(self.driver, self.home)
         if self.tracer is not None:
+            self.tracer.clock = self.driver.now_ns
             self.tracer.opened(str(self.group.anchor.device.device), self._in_flight)
         logger.info("open: %r on %s, %s", self.group, self.driver.name, self.limits)
 
@@ -307,7 +307,7 @@ class Shell:
             if tracer is not None and tracer.active:
                 tracer.ready()
             return
-        end = time.perf_counter_ns()
+        end = self.driver.now_ns()
         counters.waited(end - start_ns)
         if forward is not None:
             forward.waited(transfer.request.id, layer, start_ns)
@@ -365,7 +365,7 @@ class Shell:
     def _turn(self) -> None:
         self._turn_due = False
         tracer = self.tracer
-        start = time.perf_counter_ns() if tracer is not None and tracer.active else 0
+        start = self.driver.now_ns() if tracer is not None and tracer.active else 0
         try:
             if self.driver.lost is not None and self.lost is None:
                 self.lost = self.driver.lost
@@ -380,7 +380,7 @@ class Shell:
         except BaseException as error:  # noqa: BLE001 - raised where the scheduler is left
             self._break(error)
         if tracer is not None and start:
-            tracer.tick(start, time.perf_counter_ns())
+            tracer.tick(start, self.driver.now_ns())
 
     def take_inbox(self) -> None:
         while self._inbox:
@@ -443,11 +443,12 @@ class Shell:
             counters,
             self.tracer,
             batch.direction,
+            self.driver.now_ns,
         )
         self.batches += 1
         self._flights[batch.id] = flight
         flight.watched = any(piece.followers for piece in batch.pieces)
-        now = time.perf_counter_ns()
+        now = self.driver.now_ns()
         for piece in batch.pieces:
             transfer = self.transfers.get(piece.request.id)
             if transfer is None:
@@ -472,7 +473,7 @@ class Shell:
         failed = error if state is State.FAILED else None
         counters.settle(failed=failed, cancelled=state is State.CANCELLED)
         self.bell.ring()
-        now, tracer = time.perf_counter_ns(), self.tracer
+        now, tracer = self.driver.now_ns(), self.tracer
         if state is State.FAILED:
             self._failures.warning("%r failed: %r", transfer, error)
         elif transfer.issued_ns and now - transfer.issued_ns > SLOW_NS:

@@ -24,7 +24,7 @@ class DirectionStatistics:
     """Requests that failed, whether or not anybody awaited them."""
 
     ops: int
-    """Page copies asked for, before neighbours were joined."""
+    """Copies asked for, one per page, component and layer, before neighbours were joined."""
 
     transfers: int
     """Copies made."""

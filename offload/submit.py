@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
@@ -105,7 +104,7 @@ class Desk:
             UnsupportedPairError: The pair cannot be copied.
             UnknownNameError: No such io backend or member.
         """
-        submitted_ns = time.perf_counter_ns()
+        submitted_ns = self.driver.now_ns()
         route = self.router.route(direction, io_backend)
         parts = self.group.parts(direction, host_pages, device_pages, members)
         now = self.driver.now()

@@ -7,7 +7,6 @@ was at that moment, although copies may still drain unseen.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Mapping
 from typing import TYPE_CHECKING
 
@@ -88,6 +87,10 @@ class Transfer:
         """Where its scheduler records."""
         return self._shell.tracer
 
+    def now_ns(self) -> int:
+        """Return the time on the clock of its stamps."""
+        return self._shell.driver.now_ns()
+
     @property
     def nbytes(self) -> int:
         """Bytes that it moves, over all layers and pools."""
@@ -150,7 +153,7 @@ class Transfer:
             TransferFailed: It failed or was cancelled before that layer landed.
         """
         index = self._shell.group.layer(layer)
-        start = time.perf_counter_ns()
+        start = self._shell.driver.now_ns()
         suspended = await self._until(index, lambda: self._landed(index))
         self._raise_unless(self._landed(index))
         self.note(index, start if suspended else 0)
@@ -203,7 +206,7 @@ class Transfer:
         """Wait as `wait_layer` does; return when a wait that blocked began, in ns, else 0."""
         if self._landed(index):
             return 0
-        start = time.perf_counter_ns()
+        start = self._shell.driver.now_ns()
         self._block(lambda: self._landed(index), f"layer {index} to land", timeout)
         return start
 

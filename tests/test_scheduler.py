@@ -542,6 +542,6 @@ async def test_statistics_count_what_happened() -> None:
         assert (backup.submitted, backup.settled) == (1, 1)
         assert load.nbytes == 3 * device.spec.page_bytes
         assert backup.nbytes == device.spec.page_bytes
-        assert load.ops == 3 * device.num_layers
+        assert load.ops == 3 * 2 * device.num_layers  # k and v of each page
         assert after.batches == 2
         assert load.busy_s > 0

@@ -166,6 +166,9 @@ class Driver(Protocol):
     def now(self) -> float:
         """Return the time in seconds, on the clock of deadlines."""
 
+    def now_ns(self) -> int:
+        """Return the time in nanoseconds, on the clock of a flight's stamps and so of traces."""
+
     @property
     def alarm(self) -> Callable[[float, Callable[[], None]], Callable[[], None]] | None:
         """How to be called back after so many seconds of a virtual clock; returns what cancels that.

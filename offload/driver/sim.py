@@ -122,6 +122,10 @@ class SimDriver:
         """Return the virtual time in seconds."""
         return self.clock.now
 
+    def now_ns(self) -> int:
+        """Return the virtual time in nanoseconds."""
+        return round(self.clock.now * 1e9)
+
     @property
     def alarm(self) -> Callable[[float, Callable[[], None]], Callable[[], None]]:
         """How to be called back when virtual time has passed; this alone makes no time pass."""

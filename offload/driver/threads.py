@@ -139,6 +139,10 @@ class ThreadsDriver:
         """Return the time in seconds, on the clock of deadlines: `time.perf_counter`."""
         return time.perf_counter()
 
+    def now_ns(self) -> int:
+        """Return the time in nanoseconds, on the same clock."""
+        return time.perf_counter_ns()
+
     @property
     def alarm(self) -> None:
         """None: seconds are the loop's own."""

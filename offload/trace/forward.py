@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING
 
 import attrs
@@ -32,7 +31,7 @@ class ForwardTrace:
 
     def arrive(self, layer: int) -> int:
         """Say that the forward has come to a layer, before any wait. Returns the time."""
-        now = time.perf_counter_ns()
+        now = self.tracer.clock()
         if layer <= self._layer:
             self._end_step()
         if not self._first_ns:
@@ -43,14 +42,14 @@ class ForwardTrace:
 
     def waited(self, request: int, layer: int, start: int) -> None:
         """Record a wait since `start`; compute begins now."""
-        now = time.perf_counter_ns()
+        now = self.tracer.clock()
         self._start_ns = now
         if self.tracer.active:
             self.tracer.wait(request, "load", layer, start, now, self.lane)
 
     def leave(self, layer: int, requests: tuple[int, ...] = ()) -> None:
         """Record the compute of a layer, which ends now."""
-        self._last_ns = time.perf_counter_ns()
+        self._last_ns = self.tracer.clock()
         if self.tracer.active:
             self.tracer.layer(layer, self._start_ns, self._last_ns, self.lane, requests)
 

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -101,6 +102,8 @@ class Tracer:
     """Whether anything is recorded now. Sites check it; set it through `start`, `stop` and `window`."""
     anchor: Anchor = attrs.field(factory=Anchor.take, kw_only=True)
     """The time origin of an export."""
+    clock: Callable[[], int] = attrs.field(default=time.perf_counter_ns, init=False)
+    """Nanoseconds, as the driver of the scheduler that records here counts them."""
     device: str = attrs.field(default="", init=False)
     """The device of the scheduler that records here, such as `cuda:0`."""
     _in_flight: Callable[[], Sequence[OpenRequest]] | None = attrs.field(default=None, init=False)
