@@ -279,6 +279,8 @@ class Transfer:
         return lead._flight if lead._layers is None else lead._layers.get(layer)
 
     def _landed(self, layer: int) -> bool:
+        if layer in self._shell.group.holes:
+            return True
         if self._outcome is not None:
             if self._outcome is State.DONE:
                 return True

@@ -164,6 +164,9 @@ async def test_a_layer_lands_when_all_parts_have_it() -> None:
     kv, index = group.members
     async with offload.open_scheduler(group, driver=sim) as scheduler:
         load = await scheduler.load(host_pages=[1], device_pages=[2])
+        await load.layer(2)
+        load.wait_layer(2, timeout=0)
+        assert not kv.device.view("k", 0)[2].equal(kv.host.view("k", 0)[1])
         for layer, pool_layer in ((1, 1), (3, 0)):
             await sim.advance_to_layer(layer + 1)
             await load.layer(layer)
@@ -173,6 +176,11 @@ async def test_a_layer_lands_when_all_parts_have_it() -> None:
         assert contents(kv.device, [2]) == contents(kv.host, [1])
         await sim.run_until_idle()
         await load
+        cancelled = await scheduler.load(host_pages=[1], device_pages=[2])
+        cancelled.cancel()
+        await cancelled.layer(2)
+        with pytest.raises(offload.TransferCancelled):
+            await cancelled.layer(1)
 
 
 def test_the_v4_group_has_the_sizes_of_the_field() -> None:
