@@ -166,6 +166,10 @@ class Inline:
         """Return the time."""
         return time.perf_counter()
 
+    def now_ns(self) -> int:
+        """Return the time in nanoseconds."""
+        return time.perf_counter_ns()
+
     @property
     def alarm(self) -> None:
         """The loop's own."""

@@ -166,13 +166,13 @@ class Flight:
 
     def landed(self, layer: int, start_ns: int, end_ns: int) -> None:
         """Publish that the bytes of a layer are there: to threads at once, to the loop soon."""
+        assert self._copies is not None
+        nbytes, ops, transfers = self._copies.size(layer)
+        self.counters.moved(start_ns, end_ns, nbytes, ops, transfers)  # before anybody can look
         self.landed_layers = layer + 1
         self.bell.ring()
         if self.watched or layer + 1 == self.batch.last:
             self.report(self)
-        assert self._copies is not None
-        nbytes, ops, transfers = self._copies.size(layer)
-        self.counters.moved(start_ns, end_ns, nbytes, ops, transfers)
         tracer = self.tracer
         if tracer is not None and tracer.active:
             issue, issued = self._issue_ns.pop(layer, (0, 0))
