@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from offload.errors import GeometryError
+from offload.pool_base import Pool
 from offload.spec import PoolSpec
-
-if TYPE_CHECKING:
-    from offload.pool import Pool
 
 
 def check_pair(device: Pool, host: Pool) -> None:
