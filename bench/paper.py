@@ -9,7 +9,6 @@ import attrs
 
 import offload
 from offload.backend.base import Access
-from offload.core.hazards import Pages
 from offload.core.kinds import Direction
 from offload.core.plan import Runs
 from offload.driver.base import Event, Flight
@@ -136,6 +135,9 @@ class PaperDriver:
 
     def now(self) -> float:
         return time.perf_counter()
+
+    def now_ns(self) -> int:
+        return time.perf_counter_ns()
 
     async def quiesce(self) -> None:
         """Land what is in the air."""

@@ -27,6 +27,7 @@ from anyio.lowlevel import checkpoint
 import offload
 from bench.common import finish, options
 from bench.paper import NAME, PaperDriver
+from offload.core.pages import PagesLike
 from offload.driver.loops import poster
 
 LAYERS = 32
@@ -35,7 +36,7 @@ LIMITS = offload.Limits(
 )
 """Never reached, and checked for every request."""
 
-Group = Sequence[tuple[object, object]]
+Group = Sequence[tuple[PagesLike, PagesLike]]
 """(host pages, device pages) of each request."""
 
 
@@ -177,7 +178,7 @@ def handoff(quick: bool) -> dict[str, float]:
     """Measure on one core, under both event loops."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {max(cores)})
-    figures = {}
+    figures: dict[str, float] = {}
     try:
         for backend, suffix in (("asyncio", ""), ("trio", "_trio")):
             took = anyio.run(handoffs, 300 if quick else 3000, backend=backend)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 import time
@@ -27,7 +28,7 @@ def main() -> int:
     parser.add_argument("--real", action="store_true", help="with --seed, on threads")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     given = parser.parse_args()
-    torch.set_num_threads(1)
+    _quiet()
     if given.seed is not None:
         return _one(given.seed, given.steps, threads=given.real)
     count = given.seeds // 10 if given.threads is None else given.threads
@@ -58,7 +59,7 @@ def _many(seeds: range, jobs: int, *, threads: bool) -> int:
     start = time.monotonic()
     steps = operations = faults = 0
     failed = []
-    with ProcessPoolExecutor(jobs, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with ProcessPoolExecutor(jobs, initializer=_quiet) as pool:
         for outcome in pool.map(partial(_told, threads=threads), seeds, chunksize=16):
             steps += outcome.steps
             operations += outcome.operations
@@ -76,6 +77,12 @@ def _many(seeds: range, jobs: int, *, threads: bool) -> int:
         way = " --real" if threads else ""
         print(f"replay: python -m tests.soak --seed {failed[0]}{way}")
     return len(failed)
+
+
+def _quiet() -> None:
+    """Compute on one thread; say nothing of the failures that a program plants."""
+    torch.set_num_threads(1)
+    logging.getLogger("offload").setLevel(logging.ERROR)
 
 
 def _told(seed: int, *, threads: bool) -> Outcome:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import anyio
 import attrs
 
 import offload
-from tests.soak.model import Cell, Copy
+from tests.soak.model import Copy
 from tests.soak.player import Player
 
 
@@ -38,7 +38,7 @@ class Pass:
             if position == stop:
                 self.player.say("a forward breaks off")
                 if self.backup is not None:
-                    self.backup.transfers[0].cancel()
+                    self.backup.transfer.cancel()
                 return
             await self._wait(layer)
             self._compute(layer)
@@ -51,11 +51,10 @@ class Pass:
         for copy in self.before:
             if copy not in self.broken:
                 try:
-                    await self._fence(copy.transfers[0], layer)
+                    await self._fence(copy.transfer, layer)
                 except offload.TransferFailed:
                     self.broken.add(copy)
-                    for transfer in copy.transfers:
-                        await transfer.source_reusable()
+                    await copy.transfer.source_reusable()
 
     async def _fence(self, transfer: offload.Transfer, layer: int) -> None:
         if self.player.world.sim is None or self.draw.random() < 0.3:
@@ -88,7 +87,7 @@ class Pass:
     def _written(self, layer: int) -> None:
         if self.backup is not None:
             self.player.model.written(self.backup, layer)
-            self.backup.transfers[0].layer_written(layer)
+            self.backup.transfer.layer_written(layer)
 
 
 async def forward(player: Player, draw: random.Random) -> None:
@@ -99,7 +98,7 @@ async def forward(player: Player, draw: random.Random) -> None:
             free = player.free_pages(member, device=True)
             if not free:
                 return
-            own[member] = draw.sample(free, draw.randrange(1, min(3, len(free)) + 1))
+            own[member] = _recent(player, draw, member, free)
     pages = player.followers(own[0], own)
     one = Pass(player, draw, pages, player.touching(pages))
     say = f"forward on {own}"
@@ -122,6 +121,17 @@ async def forward(player: Player, draw: random.Random) -> None:
             player.pin(keys, -1)
 
     player.spawn(run)
+
+
+def _recent(player: Player, draw: random.Random, member: int, free: list[int]) -> list[int]:
+    """Draw some of the pages that the program owns: often those that a copy has just been given."""
+    number = draw.randrange(1, min(3, len(free)) + 1)
+    if player.model.copies and draw.random() < 0.5:
+        copy = draw.choice(player.model.copies[-3:])
+        touched = [page for page in free if page in copy.device_pages(member)]
+        if touched:
+            return touched[:number]
+    return draw.sample(free, number)
 
 
 def _stream(player: Player, draw: random.Random, own: dict[int, list[int]]) -> Copy | None:
@@ -152,5 +162,3 @@ def _submit(
     except (anyio.WouldBlock, offload.RequestError, offload.SchedulerClosedError):
         return None
     return player.note(transfer, player.pairs(chosen), streaming=streaming)
-
-

@@ -29,7 +29,7 @@ class Cell(NamedTuple):
 
 @attrs.define(eq=False)
 class Copy:
-    """One load or backup, and all transfers that ride on it."""
+    """One load or backup."""
 
     number: int
     request: int
@@ -38,7 +38,10 @@ class Copy:
     """(member, host page, device page)."""
 
     streaming: bool
-    transfers: list[Transfer] = attrs.field(factory=list)
+    transfer: Transfer
+    rides_on: Copy | None = None
+    """An earlier copy of the same pages, whose bytes it shares. To be sound, that must make no difference."""
+
     versions: dict[tuple[int, int], list[tuple[Version, Cell]]] = attrs.field(factory=dict)
     """By (member, pool layer): versions that wait for `layer_written`, with the cells they will copy."""
 
@@ -47,7 +50,8 @@ class Copy:
 
     def landed(self, layer: int) -> bool:
         """Return whether somebody was promised that a model layer has landed. All have settled."""
-        return any(_landed(transfer, layer) for transfer in self.transfers)
+        rides_on = self.rides_on
+        return _landed(self.transfer, layer) or (rides_on is not None and rides_on.landed(layer))
 
     def device_pages(self, member: int) -> set[int]:
         """Return the device pages of one member."""

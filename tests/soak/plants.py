@@ -14,10 +14,11 @@ import pytest
 from offload.core.batch import Piece
 from offload.core.hazards import HazardTable, Pages
 from offload.core.machine import Machine, Stop
-from offload.core.pages import PageAllocator, PagesLike, as_pages
+from offload.core.pages import PageAllocator, PagesLike
 from offload.driver.base import Event
 from offload.driver.sim import SimDriver
 from offload.driver.sim_engine import Engine, SimOp, SimTicket
+from offload.flight import Flight
 from offload.transfer import Transfer
 
 Patch = pytest.MonkeyPatch
@@ -131,11 +132,14 @@ def _freed_early(patch: Patch) -> None:
     """A freed page is handed out again although bytes still move."""
 
     def after(self: PageAllocator, pages: PagesLike) -> None:
-        ids = as_pages(pages, self.num_pages)
-        self._check_owned(ids)
-        self._put(ids)
+        self._put(self.check_owned(pages))
 
     patch.setattr(PageAllocator, "free", after)
+
+
+def _repeated_behind_compute(patch: Patch) -> None:
+    """A copy that broke is made again, although compute that was fenced on it has gone on."""
+    patch.setattr(Flight, "spoiled", lambda self: frozenset())
 
 
 def _joins_what_was_overtaken(patch: Patch) -> None:
@@ -160,6 +164,7 @@ PLANTS: dict[str, Callable[[Patch], None]] = {
     "marks on the wrong stream": _marks_on_the_wrong_stream,
     "events on the wrong stream": _events_on_the_wrong_stream,
     "freed early": _freed_early,
+    "repeated behind compute": _repeated_behind_compute,
     "joins what was overtaken": _joins_what_was_overtaken,
 }
 """By name: a function that plants the fault; its docstring says what goes wrong."""

@@ -7,9 +7,11 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
 import anyio
 import attrs
+import numpy as np
 from anyio.abc import TaskGroup
 
 import offload
+from offload.core.hazards import Pages
 from offload.driver.base import Event
 from tests.soak.model import Cell, Copy, Model
 from tests.soak.world import World
@@ -45,6 +47,9 @@ class Player:
     pending: int = 0
     """Tasks that have not ended."""
 
+    quiet: anyio.Event = attrs.field(factory=anyio.Event)
+    """Set when the last one ends."""
+
     submitted: int = 0
     story: list[str] = attrs.field(factory=list)
 
@@ -59,13 +64,12 @@ class Player:
                     cell = Cell(member, device, layer, page)
                     world.write(cell, model.write(cell))
         player = cls(world, scheduler, tasks, model, {})
-        for member in group.members:
-            if member.index == 0 or member.rule == "own":
+        for each in group.members:
+            if each.index == 0 or each.rule == "own":
                 for device in (False, True):
-                    player.owned[member.index, device] = []
-                    spare = 1 if device else 2
-                    num_pages = group.anchor.device.num_pages if device else group.anchor.host.num_pages
-                    player.alloc(member.index, num_pages - spare, device=device)
+                    player.owned[each.index, device] = []
+                    pool = group.anchor.device if device else group.anchor.host
+                    player.alloc(each.index, pool.num_pages - (1 if device else 2), device=device)
         return player
 
     # ---- pages --------------------------------------------------------------------------------------
@@ -104,7 +108,9 @@ class Player:
         for key in pairs:
             self.pinned[key] = self.pinned.get(key, 0) + by
 
-    def followers(self, pages: Sequence[int], own: Mapping[int, Sequence[int]]) -> dict[int, list[int]]:
+    def followers(
+        self, pages: Sequence[int], own: Mapping[int, Sequence[int]]
+    ) -> dict[int, list[int]]:
         """Return every member's device pages for some anchor pages and the other owners' own."""
         found: dict[int, list[int]] = {}
         for member in self.world.group.members:
@@ -146,17 +152,14 @@ class Player:
             found["members"] = members
         return found
 
-    def note(
-        self, transfer: offload.Transfer, pairs: Pairs, *, streaming: bool = False
-    ) -> Copy | None:
-        """Put an admitted transfer into the model; None when it moves nothing."""
+    def note(self, transfer: offload.Transfer, pairs: Pairs, *, streaming: bool = False) -> Copy:
+        """Put an admitted transfer into the model."""
         self.submitted += 1
         load = transfer.direction is offload.Direction.LOAD
-        for copy in reversed(self.model.copies):
-            if copy.request == transfer.id:
-                copy.transfers.append(transfer)
-                return copy
-        copy = Copy(len(self.model.copies), transfer.id, load, pairs, streaming, [transfer])
+        copy = Copy(len(self.model.copies), transfer.id, load, pairs, streaming, transfer)
+        for other in self.model.copies:
+            if other.request == transfer.id:
+                copy.rides_on = other
         self.model.submit(copy)
         return copy
 
@@ -191,6 +194,8 @@ class Player:
                 pass
             finally:
                 self.pending -= 1
+                if not self.pending:
+                    self.quiet.set()
 
         self.tasks.start_soon(run)
 
@@ -278,10 +283,10 @@ class Player:
     def _judge_transfers(self) -> None:
         outcomes: dict[str, int] = {}
         for copy in self.model.copies:
-            for transfer in copy.transfers:
-                if not transfer.done:
-                    raise SoakError(f"{transfer!r} never settled")
-                outcomes[transfer.state.value] = outcomes.get(transfer.state.value, 0) + 1
+            if not copy.transfer.done:
+                raise SoakError(f"{copy.transfer!r} never settled")
+            state = copy.transfer.state.value
+            outcomes[state] = outcomes.get(state, 0) + 1
         if strange := set(outcomes) - {"done", "failed", "cancelled"}:
             raise SoakError(f"transfers ended as {strange}")
         now = self.scheduler.statistics()
@@ -320,7 +325,5 @@ class Player:
                     raise SoakError(f"{pool!r}: {pages}, and {mine} pages are owned")
 
 
-def _array(pages: Iterable[int]) -> "offload.core.hazards.Pages":
-    import numpy as np
-
+def _array(pages: Iterable[int]) -> Pages:
     return np.fromiter(pages, np.int64)

@@ -40,12 +40,16 @@ def play(seed: int, steps: Sequence[Step] | None = None, *, threads: bool = Fals
     backend = "trio" if seed % 8 == 7 else "asyncio"
     try:
         anyio.run(_play, world, chosen, story, backend=backend)
-    except BaseException as raised:  # noqa: BLE001 - this is what the soak looks for
+    except BaseException as raised:
         if isinstance(raised, KeyboardInterrupt):
             raise
         error = _first(raised)
     ops = world.hooks.ops
-    story += [f"{op.stream} layer {op.layer} of {op.flight!r} failed" for op in ops if op.state == "failed"]
+    story += [
+        f"{op.stream} layer {op.layer} of {op.flight!r} failed"
+        for op in ops
+        if op.state == "failed"
+    ]
     return Outcome(
         seed, len(chosen), len(ops), sum(op.state == "failed" for op in ops), error, story
     )
@@ -105,10 +109,10 @@ async def _quiet(player: Player) -> None:
         await sim.run_until_idle()
         return
     while player.pending:
-        await anyio.sleep(0.001)
+        player.quiet = anyio.Event()
+        await player.quiet.wait()
     for copy in player.model.copies:
-        for transfer in copy.transfers:
-            await transfer.source_reusable()
+        await copy.transfer.source_reusable()
 
 
 def _first(error: BaseException) -> BaseException:
@@ -118,7 +122,9 @@ def _first(error: BaseException) -> BaseException:
     return error
 
 
-def shrink(outcome: Outcome, *, tries: int = 300, threads: bool = False) -> tuple[Outcome, list[int]]:
+def shrink(
+    outcome: Outcome, *, tries: int = 300, threads: bool = False
+) -> tuple[Outcome, list[int]]:
     """Leave out steps as long as the program still fails; return the last failure and what is left."""
     steps = program(outcome.seed)
     kept = list(range(len(steps)))

@@ -148,11 +148,11 @@ def submit_now(
 
 def taken(
     player: Player, draw: random.Random, transfer: offload.Transfer, pairs: Pairs, what: str
-) -> Copy | None:
+) -> Copy:
     """Note an admitted transfer; perhaps wait for it somewhere."""
     copy = player.note(transfer, pairs)
     player.say(f"{what} is transfer {transfer.id}")
-    if copy is not None and draw.random() < 0.4:
+    if draw.random() < 0.4:
         player.spawn(lambda: _watch(player, draw, transfer, copy))
     return copy
 
@@ -169,9 +169,7 @@ async def _watch(
         await transfer
     for layer in layers:
         cells = [
-            cell
-            for cell in _targets(player, copy, layer)
-            if player.model.cells[cell].copy is copy
+            cell for cell in _targets(player, copy, layer) if player.model.cells[cell].copy is copy
         ]
         player.touch(reads=cells)
         player.look(f"after transfer {transfer.id} landed layer {layer}", cells)
@@ -198,10 +196,11 @@ async def backup(player: Player, draw: random.Random) -> None:
 
 async def join(player: Player, draw: random.Random) -> None:
     """Submit an earlier load again, to ride on it if it still runs."""
-    loads = [copy for copy in player.model.copies if copy.load]
+    loads = [copy for copy in player.model.copies if copy.load and not copy.transfer.done]
     if not loads:
+        await _submit(player, draw, load=True)
         return
-    copy = draw.choice(loads[-4:])
+    copy = draw.choice(loads)
     own: dict[int, list[tuple[int, int]]] = {}
     for member, device in player.owned:
         if device:
@@ -212,22 +211,40 @@ async def join(player: Player, draw: random.Random) -> None:
                 for h, d in own[member]
             ):
                 return
+    layers = range(player.world.group.num_layers)
+    cells = [cell for layer in layers for cell in _targets(player, copy, layer)]
+    if any(player.model.cells[cell].copy is None for cell in cells):
+        return  # compute has written there since, and no scheduler can know
+    if draw.random() < 0.5:  # somebody comes between: then it must be copied again
+        between = draw_own(player, draw, load=True)
+        if between is not None:
+            between[0] = [(between[0][0][0], own[0][0][1])]
+            submit_now(player, draw, "load", between, {})
     submit_now(player, draw, "load", own, {"join": True})
 
 
 async def hold(player: Player, draw: random.Random) -> None:
-    """Submit several requests in one `hold`."""
+    """Submit several requests in one `hold`: one batch, where they share no page."""
+    only = draw.choice((True, False, None))
+    used: set[tuple[int, bool, int]] = set()
     with player.scheduler.hold():
-        for _ in range(draw.randrange(1, 4)):
-            way = draw.random() < 0.5
+        for _ in range(draw.randrange(1, 5)):
+            way = draw.random() < 0.5 if only is None else only
             own = draw_own(player, draw, load=way, most=2)
-            if own is not None:
+            if own is not None and (only is None or not used & set(_keys(own))):
+                used |= set(_keys(own))
                 submit_now(player, draw, "load" if way else "backup", own, {})
+    if draw.random() < 0.3:
+        player.world.hooks.fail(
+            OSError("planted"), nth=draw.randrange(1, 4), torn=draw.random() < 0.5
+        )
+    if draw.random() < 0.5:
+        await forward(player, draw)
 
 
 async def cancel(player: Player, draw: random.Random) -> None:
     """Cancel one of the latest transfers."""
-    transfers = [each for copy in player.model.copies[-8:] for each in copy.transfers]
+    transfers = [copy.transfer for copy in player.model.copies[-8:]]
     live = [transfer for transfer in transfers if not transfer.done]
     if live:
         transfer = draw.choice(live)
@@ -311,8 +328,8 @@ STEPS: dict[str, tuple[int, Callable[[Player, random.Random], Awaitable[None]]]]
     "cancel": (9, cancel),
     "alloc": (6, alloc),
     "free": (6, free),
-    "hold": (4, hold),
-    "join": (5, join),
+    "hold": (8, hold),
+    "join": (8, join),
     "fill": (4, fill),
     "wait": (6, wait),
     "idle": (2, idle),

@@ -93,7 +93,7 @@ def make_world(seed: int, *, threads: bool) -> World:
     draw = random.Random(f"world {seed}")
     group = _group(draw)
     hooks = Hooks()
-    for _ in range(draw.choice((0, 0, 1, 3))):
+    for _ in range(draw.choice((0, 1, 2, 4))):
         hooks.fail(
             OSError("planted"),
             stream=draw.choice(("load", "backup")),
@@ -123,7 +123,7 @@ def make_world(seed: int, *, threads: bool) -> World:
 
 def _group(draw: random.Random) -> offload.PoolGroup:
     num_layers = draw.randrange(1, 5)
-    device_pages, host_pages = draw.randrange(5, 11), draw.randrange(6, 15)
+    device_pages, host_pages = draw.randrange(5, 15), draw.randrange(6, 19)
     kv = offload.PoolSpec.mha(
         num_layers=num_layers, page_size=2, num_kv_heads=2, head_dim=4, dtype=torch.float16
     )

@@ -1,0 +1,64 @@
+"""Random programs: nothing is found, unless a fault is planted, and then it is."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.soak.plants import PLANTS, planted
+from tests.soak.run import Outcome, play, shrink
+from tests.soak.steps import program
+
+CHUNK = 20
+
+
+def found(seeds: range, *, threads: bool = False) -> Outcome | None:
+    """Return the first failure."""
+    outcomes = (play(seed, threads=threads) for seed in seeds)
+    return next((outcome for outcome in outcomes if outcome.error is not None), None)
+
+
+def told(outcome: Outcome | None) -> str:
+    """Return what a person needs to go on."""
+    if outcome is None:
+        return ""
+    lines = "\n".join(outcome.story)
+    return f"python -m tests.soak --seed {outcome.seed}\n{lines}\n{outcome.error!r}"
+
+
+@pytest.mark.parametrize("first", range(0, 240, CHUNK))
+def test_programs_on_the_simulator_find_nothing(first: int) -> None:
+    """No race, no wrong byte, no leak, no wait that never ends."""
+    outcome = found(range(first, first + CHUNK))
+    assert outcome is None, told(outcome)
+
+
+@pytest.mark.parametrize("first", range(0, 80, CHUNK))
+def test_programs_on_threads_find_nothing(first: int) -> None:
+    """The same with real workers, where every run is another order."""
+    outcome = found(range(first, first + CHUNK), threads=True)
+    assert outcome is None, told(outcome)
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_planted_fault_is_found(name: str) -> None:
+    """Each rule that is taken away is missed within 200 programs."""
+    with planted(name):
+        assert found(range(200)) is not None
+
+
+def test_a_failing_program_is_made_smaller_and_replays() -> None:
+    """What is left after shrinking still fails, and fails again the same way."""
+    with planted("no fence"):
+        outcome = found(range(200))
+        assert outcome is not None
+        less, kept = shrink(outcome)
+        assert less.error is not None
+        assert len(kept) < len(program(outcome.seed))
+        again = play(outcome.seed, [program(outcome.seed)[index] for index in kept])
+        assert str(again.error) == str(less.error)
+        assert again.story == less.story
+
+
+def test_programs_repeat() -> None:
+    """A seed tells the same story every time."""
+    assert play(3) == play(3)
