@@ -43,6 +43,12 @@ class Pair:
     """The model layer of each of its pool layers; None is 0, 1, 2, ..."""
 
     def __attrs_post_init__(self) -> None:
+        given: tuple[object, object] = (self.device, self.host)
+        if not (isinstance(given[0], DevicePool) and isinstance(given[1], HostPool)):
+            raise RequestError(
+                f"a device pool comes first and its host pool second; got {self.device!r} and "
+                f"{self.host!r}"
+            )
         check_pair(self.device, self.host)
         if self.pages == "own" and self.follows is not None:
             raise RequestError(

@@ -57,6 +57,17 @@ class Attachment:
     _began_ns: int = 0
 
     def __attrs_post_init__(self) -> None:
+        if len(set(map(id, self._modules))) != len(self._modules):
+            raise RequestError(
+                "attach was given the same module more than once. Pass one module per model layer, "
+                "in order."
+            )
+        for backup in self._backups:
+            if not backup.request.streaming:
+                raise RequestError(
+                    f"{backup!r} is not a streaming backup, and would not hear of written layers. "
+                    "Submit it with streaming=True."
+                )
         for transfer in (*self._loads, *self._backups):
             if transfer.num_layers != len(self._modules):
                 raise RequestError(
@@ -124,4 +135,11 @@ class Attachment:
 def _listed(transfers: Transfer | Sequence[Transfer] | None) -> tuple[Transfer, ...]:
     if transfers is None:
         return ()
-    return (transfers,) if isinstance(transfers, Transfer) else tuple(transfers)
+    listed = tuple(transfers) if isinstance(transfers, Sequence) else (transfers,)
+    for transfer in listed:
+        if not isinstance(transfer, Transfer):
+            raise RequestError(
+                f"attach takes transfers, and got {type(transfer).__name__} {transfer!r}. A load or a "
+                "backup is a transfer once it was awaited: load=await scheduler.load(...)."
+            )
+    return listed

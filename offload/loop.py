@@ -58,7 +58,7 @@ class Home:
         trio.lowlevel.spawn_system_task(ring)
         return scope.cancel
 
-    def check(self, call: str) -> None:
+    def check(self, call: str, instead: str = "") -> None:
         """Raise unless the caller runs on this loop.
 
         Raises:
@@ -68,7 +68,7 @@ class Home:
         if threading.get_ident() != self._thread:
             raise RequestError(
                 f"{call} was called on another thread than the scheduler's event loop. Use "
-                f"scheduler.from_thread.{call}, which works from any thread."
+                f"{instead or 'scheduler.from_thread.' + call}, which works from any thread."
             )
         if self._asyncio is not None:
             try:

@@ -79,13 +79,23 @@ def _driver(
 
         return ThreadsDriver()
     if driver == "cuda":
-        from offload.driver.cuda import CudaDriver
-
-        return CudaDriver(device, compute_streams=compute_streams)
+        return _cuda(group, compute_streams)
     factory = registry.drivers().get(driver)
     if factory is None:
         raise UnknownNameError("driver", driver, ["cuda", "threads", *registry.drivers()])
     return cast("Driver", factory(device=device, compute_streams=compute_streams))
+
+
+def _cuda(group: PoolGroup, compute_streams: Sequence[object]) -> Driver:
+    device = group.anchor.device.device
+    if device.type != "cuda":
+        raise RequestError(
+            f"driver 'cuda' moves pages of a GPU, and the device pool is on {str(device)!r}. Use "
+            "driver='threads', or allocate the pool with device='cuda'."
+        )
+    from offload.driver.cuda import CudaDriver
+
+    return CudaDriver(device, compute_streams=compute_streams)
 
 
 def start_scheduler(

@@ -46,8 +46,8 @@ class Submission:
     nbytes: int
     num_pages: int
     priority: float
+    due: float
     deadline: float | None
-    submitted: float
     submitted_ns: int
     streaming: bool
     join: bool
@@ -66,7 +66,7 @@ class Submission:
             self.route,
             self.nbytes,
             self.num_pages,
-            due(self.submitted, self.priority, self.deadline),
+            self.due,
             self.deadline,
             self.streaming,
             0 if self.streaming else blockers,
@@ -108,12 +108,7 @@ class Desk:
         route = self.router.route(direction, io_backend)
         parts = self.group.parts(direction, host_pages, device_pages, members)
         now = self.driver.now()
-        if deadline is not None and not deadline > now:
-            raise RequestError(
-                f"deadline {deadline:.6f} is not after now() = {now:.6f}; it is a time on the "
-                "scheduler's clock, such as scheduler.now() + 0.5",
-                value=deadline,
-            )
+        when = _due(now, priority, deadline)
         tracer = self.tracer
         return Submission(
             direction,
@@ -122,8 +117,8 @@ class Desk:
             self.group.nbytes(parts),
             len(parts[0].host_pages) if len(parts) == 1 else sum(len(p.host_pages) for p in parts),
             priority,
+            when,
             None if deadline is None or math.isinf(deadline) else deadline,
-            now,
             submitted_ns,
             streaming,
             join,
@@ -169,3 +164,29 @@ class Desk:
         del self._holds[threading.get_ident()]
         pieces, hold.pieces = hold.pieces, []
         return pieces
+
+
+def _due(now: float, priority: float, deadline: float | None) -> float:
+    """Return when a request counts as late.
+
+    Raises:
+        RequestError: Priority or deadline are no numbers, or the deadline has passed.
+    """
+    try:
+        when = due(now, priority, deadline)
+        if not math.isfinite(when):
+            raise RequestError(
+                f"priority is {priority!r}; it takes a finite number", value=priority
+            )
+        if deadline is None or deadline > now:
+            return when
+    except TypeError:
+        raise RequestError(
+            f"priority is {priority!r} and deadline is {deadline!r}; both take numbers, and a "
+            "deadline may be None"
+        ) from None
+    raise RequestError(
+        f"deadline {deadline:.6f} is not after now() = {now:.6f}; it is a time on the "
+        "scheduler's clock, such as scheduler.now() + 0.5",
+        value=deadline,
+    )

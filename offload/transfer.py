@@ -170,6 +170,7 @@ class Transfer:
 
     async def _until(self, what: int, reached: Callable[[], bool]) -> bool:
         """Suspend until `reached()`, or until it is known to be over; return whether it suspended."""
+        self._shell.home.check("await", "wait_layer, wait_issued, wait_source_reusable or result")
         await checkpoint()
         suspended = False
         while not reached() and (what == _RELEASED or not self._is_over()):

@@ -8,7 +8,9 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from offload import registry
 from offload.cli import COMMANDS, REJECTED, Subparsers
+from offload.errors import UnknownNameError
 
 CHATS = 4
 TURNS = 3
@@ -44,7 +46,10 @@ def add_parser(subparsers: Subparsers) -> None:
         "--turns", type=_count, default=TURNS, help=f"of each chat; default: {TURNS}"
     )
     parser.add_argument(
-        "--layout", default="page_first_direct", help="of the host pool; default: page_first_direct"
+        "--layout",
+        type=_layout,
+        default="page_first_direct",
+        help="of the host pool; default: page_first_direct",
     )
     parser.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="default: out")
     parser.set_defaults(run=run)
@@ -84,8 +89,16 @@ def _positive(text: str) -> float:
     return value
 
 
+def _layout(text: str) -> str:
+    try:
+        registry.layout(text)
+    except UnknownNameError as unknown:
+        raise argparse.ArgumentTypeError(str(unknown)) from None
+    return text
+
+
 def _count(text: str) -> int:
-    value = int(text)
+    value = int(text) if text.isdecimal() else 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 up")
     return value
