@@ -50,9 +50,10 @@ bench: $(VENV)/stamp-weights
 readme: $(VENV)/stamp-packages
 	$(BIN)/python -m tests.test_readme
 
-# Random programs against a model of what must hold; minutes, so not a part of `test`.
+# Random programs against a model of what must hold; minutes, so only a few hundred are a part of `test`.
+SEEDS ?= 5000
 soak: $(VENV)/stamp-packages
-	$(BIN)/python -m tests.soak $(ARGS)
+	$(BIN)/python -m tests.soak --seeds $(SEEDS) $(ARGS)
 
 # Readers of exported traces: Perfetto's engine in node, its UI in Chromium, Holistic Trace Analysis. The last one
 # without its dependencies: jupyterlab is for its notebooks only. node, npm and chromium come from the system.
