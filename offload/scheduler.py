@@ -80,12 +80,13 @@ class Scheduler:
             self._shell.line.refuse()
             if drain and deadline is not None:
                 self._shell.timer.call_at(deadline, self._cancel_queued_soon)
-            self._shell.ask_for_turn()
-            await checkpoint()
+            self._shell.take_inbox()
             if not drain:
                 await self._cancel_queued()
             else:
                 self._cancel_unwritten()
+            self._shell.ask_for_turn()
+            await checkpoint()
             await self._until_quiet()
             self._shell.timer.close()
             self._shell.driver.close()

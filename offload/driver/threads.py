@@ -164,8 +164,8 @@ class ThreadsDriver:
 
 def _end(streams: dict[str, ThreadStream]) -> None:
     """Stop workers that nobody closed, with patience that ends."""
-    for stream in streams.values():
+    for stream in list(streams.values()):
         stream.stop()
     deadline = time.perf_counter() + EXIT_SECONDS
-    for stream in streams.values():
+    for stream in list(streams.values()):
         stream.join(max(0.0, deadline - time.perf_counter()))
