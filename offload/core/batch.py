@@ -13,9 +13,8 @@ from heapq import heappop, heappush
 
 import attrs
 
-from offload.core.hazards import HazardTable
 from offload.core.kinds import Direction
-from offload.core.request import Pages, Request
+from offload.core.request import Request
 
 
 class State(StrEnum):
@@ -56,6 +55,9 @@ class Limits:
                 raise ValueError(f"Limits.{field.name} is {value}; it must be at least 1, or None")
 
 
+_NOBODY: frozenset[Piece] = frozenset()
+
+
 @attrs.define(eq=False)
 class Piece:
     """Layers `first` to `last` of a request, with whom it follows and who follows it."""
@@ -85,8 +87,9 @@ class Piece:
     """Its claims are released."""
 
     error: BaseException | None = None
-    claims: list[tuple[HazardTable, Pages, bool]] = attrs.field(factory=list)
-    follows: set[Piece] = attrs.field(factory=set)
+    follows: set[Piece] | frozenset[Piece] = _NOBODY
+    """Whom it must follow and who has not finished. A set of its own only when there is somebody."""
+
     followers: list[Piece] | None = None
     stream: StreamState | None = None
 
@@ -175,23 +178,27 @@ class Queue:
                 best = heap[0]
         return best[2] if best else None
 
-    def take(self, limits: Limits, requests: int | None) -> list[Piece]:
-        """Pop the most urgent piece and those that may share its batch, within one batch budget.
+    def take(self, nbytes: int, ops: int, requests: int | None) -> list[Piece]:
+        """Pop the most urgent piece and those that may share its batch.
 
         Args:
-            requests: At most this many pieces; None is unbounded.
+            nbytes, ops, requests: Budgets. One piece goes even if it is over them; None is unbounded.
         """
         head = self.head()
         if head is None:
             return []
         heap = self._heaps[head.queue]
-        taken = list(self._within(heap, limits, requests))
+        taken = list(self._within(heap, nbytes, ops, requests))
         if not heap:
             del self._heaps[head.queue]
         return taken
 
     def _within(
-        self, heap: list[tuple[float, int, Piece]], limits: Limits, requests: int | None
+        self,
+        heap: list[tuple[float, int, Piece]],
+        most_bytes: int,
+        most_ops: int,
+        requests: int | None,
     ) -> Iterator[Piece]:
         nbytes = ops = count = 0
         while heap:
@@ -202,7 +209,7 @@ class Queue:
             nbytes += share(piece)
             ops += piece.request.num_pages
             count += 1
-            over = nbytes > limits.max_batch_bytes or ops > limits.max_batch_ops
+            over = nbytes > most_bytes or ops > most_ops
             if count > 1 and (over or (requests is not None and count > requests)):
                 return
             heappop(heap)

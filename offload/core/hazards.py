@@ -89,11 +89,19 @@ class HazardTable:
             before = self._counter[pages]
             if write:
                 self._counter[pages] = before + _WRITER
-                follow = self._before_write(holder, pages, before) if before.any() else _NOBODY
+                follow = (
+                    self._before_write(holder, pages, before)
+                    if np.count_nonzero(before)
+                    else _NOBODY
+                )
                 self._writer[pages] = holder
             else:
                 self._counter[pages] = before + 1
-                follow = self._before_read(holder, pages, before) if before.any() else _NOBODY
+                follow = (
+                    self._before_read(holder, pages, before)
+                    if np.count_nonzero(before)
+                    else _NOBODY
+                )
                 self._reader[pages] = holder
                 self._reading[holder] = self._reading.get(holder, 0) + 1
             return follow
@@ -186,7 +194,7 @@ class HazardTable:
     def _before_write(self, holder: int, pages: Pages, before: Pages) -> Sequence[int]:
         follow = set(self._writer[pages[before >= _WRITER]].tolist())
         readers = before & _READERS
-        if readers.any():
+        if np.count_nonzero(readers):
             follow |= self._readers_of(pages[readers != 0])
         return _others(holder, follow)
 

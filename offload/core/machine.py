@@ -304,13 +304,14 @@ class Machine:
 
     @staticmethod
     def _claim(piece: Piece, table: HazardTable, pages: Pages, *, write: bool) -> Sequence[int]:
-        piece.claims.append((table, pages, write))
         return table.claim(piece.id, pages, write=write)
 
     def _follow(self, piece: Piece, ids: Sequence[int]) -> None:
         for other in ids:
             ahead = self._pieces[other]
             if ahead not in piece.follows:
+                if not isinstance(piece.follows, set):
+                    piece.follows = set()
                 piece.follows.add(ahead)
                 if ahead.followers is None:
                     ahead.followers = []
@@ -455,7 +456,8 @@ class Machine:
     def _issue(self, direction: Direction) -> None:
         requests = self.limits.max_inflight_requests
         room = None if requests is None else requests - self.inflight_requests
-        pieces = self._queues[direction].take(self._batch_limits(), room)
+        limits = self.limits
+        pieces = self._queues[direction].take(self._batch_bytes(), limits.max_batch_ops, room)
         self._last_batch += 1
         head = pieces[0]
         batch = Batch(
@@ -481,13 +483,12 @@ class Machine:
             piece.state = State.ISSUED
         self._commands.append(Issue(batch))
 
-    def _batch_limits(self) -> Limits:
-        """Return the limits of one batch: its own budget, and what may still be in flight."""
+    def _batch_bytes(self) -> int:
+        """Return the bytes of one batch: its own budget, and what may still be in flight."""
         limits = self.limits
         if limits.max_inflight_bytes is None:
-            return limits
-        room = max(1, limits.max_inflight_bytes - self.inflight_bytes)
-        return attrs.evolve(limits, max_batch_bytes=min(limits.max_batch_bytes, room))
+            return limits.max_batch_bytes
+        return min(limits.max_batch_bytes, max(1, limits.max_inflight_bytes - self.inflight_bytes))
 
     def _dequeue(self, owner: Piece) -> None:
         if not owner.alone:
@@ -604,13 +605,13 @@ class Machine:
             return
         piece.finished = True
         del self._pieces[piece.id]
-        for table, pages, write in piece.claims:
-            table.release(piece.id, pages, write=write)
+        self._release(piece)
         owner = piece.owner
         if owner is piece and owner.state is State.DRAINING:
             self._move(owner, "drain cancelled" if owner.error is None else "drain failed")
         for follower in piece.followers or ():
-            follower.follows.discard(piece)
+            if isinstance(follower.follows, set):
+                follower.follows.discard(piece)
             self._advance(follower)
         piece.followers = None
         if owner is not piece:
@@ -618,6 +619,17 @@ class Machine:
         else:
             self._streaming.pop(piece.id, None)
             self._commands.append(Unlock(piece))
+
+    def _release(self, piece: Piece) -> None:
+        """Take back what the piece claimed: a layer its device pages, a streaming owner its host pages."""
+        request, number = piece.request, piece.id
+        load = request.direction is Direction.LOAD
+        for part in request.parts:
+            host, device = self.tables[part.member]
+            if piece.parent is None:
+                host.release(number, part.host_pages, write=not load)
+            if piece.stream is None:
+                device.release(number, part.device_pages, write=load)
 
     def _retire_layer(self, owner: Piece, piece: Piece) -> None:
         stream = owner.stream
