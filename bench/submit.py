@@ -3,13 +3,15 @@
 * `submit_us_8x32`: 8 requests of 64 page ids each, given as arrays, 32 layers, no copies: from the first
   submit until the last layer is issued, on one thread. `_lists` and `_16` beside it: lists, 16 ids.
 * `per_request_us_N`: N requests of 1 to 4 pages, queued at once and then issued: time over N. `flatness` is
-  the dearest of the three over the cheapest. Limits are set, hazards exact, garbage collection on.
+  the dearest of the three over the cheapest. Limits are set, hazards exact, garbage collection on; but what
+  was imported counts as old (`gc.freeze()`), or a full collection would mostly look at torch.
 * `handoff_*`: one page loaded by a worker thread, end to end, all threads on one core; beside it a bare
   hand-off to a thread and back, and `anyio.to_thread.run_sync(copy)`, taken in turns.
 """
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import random
@@ -97,6 +99,8 @@ def small(count: int, rounds: int) -> tuple[list[Group], int]:
 async def costs(quick: bool) -> dict[str, float]:
     """Measure everything that needs no thread."""
     rounds = 60 if quick else 400
+    gc.collect()
+    gc.freeze()
     figures = {}
     for name, count, lists in (
         ("submit_us_8x32", 64, False),
