@@ -45,7 +45,9 @@ def test_a_copy_that_compute_was_fenced_on_is_not_repeated(backend: str) -> None
                 await sim.advance(1e-6)
             fenced.fence(0)
             sim.compute(
-                1e-6, lambda: seen.append(device.view("row", 0)[0].clone()), reads=[(device, 0, [0])]
+                1e-6,
+                lambda: seen.append(device.view("row", 0)[0].clone()),
+                reads=[(device, 0, [0])],
             )
             await sim.run_until_idle()
             with pytest.raises(offload.TransferFailed, match="planted"):
