@@ -1,0 +1,132 @@
+"""Queues and budgets: who shares a batch, in which order, and how large it becomes."""
+
+from __future__ import annotations
+
+import functools
+import operator
+import random
+
+import numpy as np
+import pytest
+
+from offload.core.batch import Limits, Piece, Queue, State, StreamState, share
+from offload.core.kinds import Direction
+from offload.core.request import PATIENCE, Part, Request, due
+
+BYTES = 30
+
+
+def piece(
+    number: int,
+    *,
+    urgency: float = 0.0,
+    route: str = "r",
+    pages: int = 1,
+    layers: tuple[int, int] = (0, 3),
+) -> Piece:
+    """Return a piece that follows nobody."""
+    ids = np.arange(pages)
+    request = Request(
+        number, Direction.LOAD, (Part(0, ids, ids),), route, BYTES * pages, pages, urgency
+    )
+    return Piece(number, request, *layers, 0)
+
+
+def take_all(queue: Queue, limits: Limits, requests: int | None = None) -> list[list[int]]:
+    """Take batches until the queue is empty; return their ids."""
+    batches = []
+    while queue.head() is not None:
+        taken = queue.take(limits.max_batch_bytes, limits.max_batch_ops, requests)
+        assert taken
+        batches.append([each.id for each in taken])
+    assert queue.take(limits.max_batch_bytes, limits.max_batch_ops, requests) == []
+    return batches
+
+
+def queue_of(pieces: list[Piece]) -> Queue:
+    """Return a queue with these pieces, pushed in order."""
+    queue = Queue()
+    for each in pieces:
+        queue.push(each)
+        assert not each.waiting
+    return queue
+
+
+def test_what_shares_a_route_and_layers_is_one_batch_by_urgency() -> None:
+    """Pieces of one kind are taken together, the most urgent first and then as submitted."""
+    pieces = [piece(n, urgency=u) for n, u in enumerate((5.0, 1.0, 5.0, 0.0))]
+    assert take_all(queue_of(pieces), Limits()) == [[3, 1, 0, 2]]
+
+
+def test_routes_layers_and_loners_keep_apart() -> None:
+    """Another route, other layers, a piece that follows somebody, or one that failed, is a batch of its own."""
+    pieces = [piece(0), piece(1, route="s"), piece(2, layers=(1, 3)), piece(3), piece(4), piece(5)]
+    pieces[3].alone = True
+    pieces[4].follows = {pieces[0]}
+    assert take_all(queue_of(pieces), Limits()) == [[0, 5], [1], [2], [3], [4]]
+
+
+def test_what_was_cancelled_in_the_queue_is_dropped() -> None:
+    """Pieces that nobody wants any more are neither head nor taken."""
+    pieces = [piece(n) for n in range(4)]
+    queue = queue_of(pieces)
+    pieces[0].state = State.CANCELLED
+    pieces[2].state = State.FAILED
+    head = queue.head()
+    assert head is not None
+    assert head.id == 1
+    assert take_all(queue, Limits()) == [[1, 3]]
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_batches_keep_to_every_budget(seed: int) -> None:
+    """No batch exceeds bytes, pages or requests unless one piece alone does; all are taken once, in order."""
+    draw = random.Random(seed)
+    pieces = [
+        piece(n, urgency=float(draw.randrange(3)), pages=draw.randint(1, 6)) for n in range(20)
+    ]
+    limits = Limits(max_batch_bytes=BYTES * draw.randint(1, 9), max_batch_ops=draw.randint(1, 9))
+    requests = draw.choice((None, 1, 3))
+    batches = take_all(queue_of(pieces), limits, requests)
+    assert functools.reduce(operator.iadd, batches, []) == [
+        p.id for p in sorted(pieces, key=lambda p: (p.request.due, p.id))
+    ]
+    for batch in batches:
+        taken = [pieces[n].request for n in batch]
+        if len(taken) > 1:
+            assert sum(r.nbytes for r in taken) <= limits.max_batch_bytes
+            assert sum(r.num_pages for r in taken) <= limits.max_batch_ops
+            assert requests is None or len(taken) <= requests
+
+
+def test_a_layer_of_a_streaming_backup_counts_its_share() -> None:
+    """A layer counts its part of the request's bytes; a whole request counts all."""
+    owner = piece(0)
+    layer = Piece(1, owner.request, 1, 2, 0, parent=owner)
+    assert (share(owner), share(layer)) == (BYTES, BYTES // 3)
+
+
+def test_the_prefix_of_landed_layers_has_no_gap() -> None:
+    """Layers that land out of order count once those before them are there."""
+    stream = StreamState()
+    for layer, prefix in ((2, 0), (0, 1), (3, 1), (1, 4)):
+        stream.land(layer)
+        assert stream.prefix == prefix
+
+
+@pytest.mark.parametrize(
+    ("earlier", "later"),
+    [
+        ((0, 1, None), (0, 0, None)),
+        ((0, 0, 5.0), (0, 0, None)),
+        ((0, 1, None), (0, 0, 0.1)),
+        ((0, 0, None), (PATIENCE + 0.1, 1, None)),
+        ((0, 0, None), (0.1, 0, None)),
+        ((0, 0, None), (0, 0, PATIENCE + 1)),
+    ],
+)
+def test_due_orders_by_priority_then_deadline_and_age_beats_both(
+    earlier: tuple[float, float, float | None], later: tuple[float, float, float | None]
+) -> None:
+    """Given (submitted, priority, deadline), the first of each pair does not go after the second."""
+    assert due(*earlier) <= due(*later)
