@@ -9,11 +9,12 @@ import random
 import numpy as np
 import pytest
 
-from offload.core.batch import Limits, Piece, Queue, State, StreamState, share
+from offload.core.batch import Piece, Queue, State, StreamState, share
 from offload.core.kinds import Direction
 from offload.core.request import PATIENCE, Part, Request, due
 
 BYTES = 30
+MANY = 1 << 60
 
 
 def piece(
@@ -32,14 +33,16 @@ def piece(
     return Piece(number, request, *layers, 0)
 
 
-def take_all(queue: Queue, limits: Limits, requests: int | None = None) -> list[list[int]]:
+def take_all(
+    queue: Queue, nbytes: int = MANY, ops: int = MANY, requests: int | None = None
+) -> list[list[int]]:
     """Take batches until the queue is empty; return their ids."""
     batches = []
     while queue.head() is not None:
-        taken = queue.take(limits.max_batch_bytes, limits.max_batch_ops, requests)
+        taken = queue.take(nbytes, ops, requests)
         assert taken
         batches.append([each.id for each in taken])
-    assert queue.take(limits.max_batch_bytes, limits.max_batch_ops, requests) == []
+    assert queue.take(nbytes, ops, requests) == []
     return batches
 
 
@@ -55,7 +58,7 @@ def queue_of(pieces: list[Piece]) -> Queue:
 def test_what_shares_a_route_and_layers_is_one_batch_by_urgency() -> None:
     """Pieces of one kind are taken together, the most urgent first and then as submitted."""
     pieces = [piece(n, urgency=u) for n, u in enumerate((5.0, 1.0, 5.0, 0.0))]
-    assert take_all(queue_of(pieces), Limits()) == [[3, 1, 0, 2]]
+    assert take_all(queue_of(pieces)) == [[3, 1, 0, 2]]
 
 
 def test_routes_layers_and_loners_keep_apart() -> None:
@@ -63,7 +66,7 @@ def test_routes_layers_and_loners_keep_apart() -> None:
     pieces = [piece(0), piece(1, route="s"), piece(2, layers=(1, 3)), piece(3), piece(4), piece(5)]
     pieces[3].alone = True
     pieces[4].follows = {pieces[0]}
-    assert take_all(queue_of(pieces), Limits()) == [[0, 5], [1], [2], [3], [4]]
+    assert take_all(queue_of(pieces)) == [[0, 5], [1], [2], [3], [4]]
 
 
 def test_what_was_cancelled_in_the_queue_is_dropped() -> None:
@@ -75,7 +78,7 @@ def test_what_was_cancelled_in_the_queue_is_dropped() -> None:
     head = queue.head()
     assert head is not None
     assert head.id == 1
-    assert take_all(queue, Limits()) == [[1, 3]]
+    assert take_all(queue) == [[1, 3]]
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -85,17 +88,17 @@ def test_batches_keep_to_every_budget(seed: int) -> None:
     pieces = [
         piece(n, urgency=float(draw.randrange(3)), pages=draw.randint(1, 6)) for n in range(20)
     ]
-    limits = Limits(max_batch_bytes=BYTES * draw.randint(1, 9), max_batch_ops=draw.randint(1, 9))
+    nbytes, ops = BYTES * draw.randint(1, 9), draw.randint(1, 9)
     requests = draw.choice((None, 1, 3))
-    batches = take_all(queue_of(pieces), limits, requests)
+    batches = take_all(queue_of(pieces), nbytes, ops, requests)
     assert functools.reduce(operator.iadd, batches, []) == [
         p.id for p in sorted(pieces, key=lambda p: (p.request.due, p.id))
     ]
     for batch in batches:
         taken = [pieces[n].request for n in batch]
         if len(taken) > 1:
-            assert sum(r.nbytes for r in taken) <= limits.max_batch_bytes
-            assert sum(r.num_pages for r in taken) <= limits.max_batch_ops
+            assert sum(r.nbytes for r in taken) <= nbytes
+            assert sum(r.num_pages for r in taken) <= ops
             assert requests is None or len(taken) <= requests
 
 
