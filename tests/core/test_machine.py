@@ -422,6 +422,21 @@ def test_readers_and_strangers_never_wait(
     rig.finish()
 
 
+def test_a_batch_in_the_air_is_watched_from_its_first_follower_on() -> None:
+    """Who comes to follow a batch under way has it report each layer; one that has landed need not."""
+    rig = Rig()
+    rig.backup([0], [5])
+    rig.do(Flush())
+    follower = rig.request(Direction.LOAD, [5], [1])
+    assert [told(command) for command in rig.machine.handle(follower)] == [("watch", 1)]
+    rig.submitted.append(follower.id)
+    rig.do(Landed(1, 3))
+    late = rig.request(Direction.LOAD, [5], [2])
+    assert rig.machine.handle(late) == []
+    rig.submitted.append(late.id)
+    rig.finish()
+
+
 def test_a_clash_lets_disjoint_requests_pass() -> None:
     """Requests queued behind one that waits are issued before it."""
     rig = Rig()
