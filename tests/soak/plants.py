@@ -13,7 +13,7 @@ import pytest
 
 from offload.core.batch import Piece
 from offload.core.hazards import HazardTable, Pages
-from offload.core.machine import Machine, Stop
+from offload.core.machine import Machine, Stop, Written
 from offload.core.pages import PageAllocator, PagesLike
 from offload.driver.base import Event
 from offload.driver.sim import SimDriver
@@ -64,7 +64,7 @@ def _ghosts_leave_early(patch: Patch) -> None:
         if piece.batch is None and not piece.finished:
             for ahead in piece.follows:
                 ahead.followers = [each for each in ahead.followers or () if each is not piece]
-            piece.follows.clear()
+            piece.follows = set()
         before(self, piece)
 
     patch.setattr(Machine, "_retire", after)
@@ -86,14 +86,13 @@ def _layers_forget_whom_the_backup_follows(patch: Patch) -> None:
     """A written layer of a streaming backup goes ahead of those who use its host pages."""
     before = Machine._written
 
-    def after(self: Machine, event: object) -> None:
-        owner = self._pieces.get(event.request)  # type: ignore[attr-defined]
-        kept = set(owner.follows) if owner is not None else set()
-        if owner is not None:
-            owner.follows.clear()
-        before(self, event)  # type: ignore[arg-type]
-        if owner is not None:
-            owner.follows |= kept
+    def after(self: Machine, event: Written) -> None:
+        owner = self._pieces.get(event.request)
+        if owner is None:
+            return
+        kept, owner.follows = owner.follows, set()
+        before(self, event)
+        owner.follows = kept
 
     patch.setattr(Machine, "_written", after)
 
