@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
@@ -50,9 +51,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (OffloadError, OSError) as error:
-        print(f"offload {parsed.command}: {error}", file=sys.stderr)
+        print(f"offload {parsed.command}: {_told(error)}", file=sys.stderr)
         return REJECTED
     return code
+
+
+def output(path: Path, suffixes: tuple[str, ...], what: str) -> Path:
+    """Return where a command shall write, or refuse it before anything is read.
+
+    Raises:
+        RequestError: The suffix is another, or there is no such folder.
+    """
+    from offload.errors import RequestError
+
+    if not path.name.endswith(suffixes):
+        ends = " or ".join(suffixes)
+        raise RequestError(f"cannot write {path}: {what} ends in {ends}.", value=path)
+    if not path.parent.is_dir():
+        raise RequestError(f"cannot write {path}: there is no folder {path.parent}.", value=path)
+    return path
+
+
+def _told(error: Exception) -> str:
+    """Return an error as text; one of the file system without its number."""
+    if isinstance(error, FileNotFoundError) and error.filename:
+        return f"{error.filename}: no such file"
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror.lower()}"
+    return str(error)
 
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:

@@ -68,20 +68,22 @@ def lines(verdict: Verdict) -> list[str]:
 def parts(kind: PoolKind, arguments: argparse.Namespace) -> tuple[Component, ...]:
     """Return the components of the sizes that were given."""
     tokens, item, row = arguments.tokens, arguments.itemsize, arguments.row_bytes
-    positive("offload explain", tokens=tokens, itemsize=item, layers=arguments.layers)
+    asked = f"kind {kind.value!r}"
+    positive(asked, tokens=tokens, itemsize=item, layers=arguments.layers)
     # 1 keys and values, 2 a latent row, 3 opaque rows of a given size, 4 opaque rows of the nominal size.
     if kind is PoolKind.MHA:
         dim = 128 if arguments.dim is None else arguments.dim
+        positive(asked, heads=arguments.heads, dim=dim)
         v_dim = dim if arguments.v_dim is None else arguments.v_dim
-        positive("offload explain", heads=arguments.heads, dim=dim, v_dim=v_dim or 1)
+        positive(asked, v_dim=v_dim or 1)
         dims = {"k": dim, "v": v_dim} if v_dim else {"k": dim}
         return tuple(Component(n, tokens, arguments.heads, d, item) for n, d in dims.items())
     if kind is PoolKind.MLA:
         dim, rope = 576 if arguments.dim is None else arguments.dim, arguments.rope_dim
-        positive("offload explain", dim=dim, latent_without_rope=dim - rope, rope_dim=rope or 1)
+        positive(asked, dim=dim, latent_without_rope=dim - rope, rope_dim=rope or 1)
         split = (("latent", dim - rope), ("rope", rope)) if rope else ()
         return (Component("kv", tokens, 1, dim, item, split),)
     if row is not None:
-        positive("offload explain", row_bytes=row)
+        positive(asked, row_bytes=row)
         return (Component("row", 1, 1, row, 1),)
     return NOMINAL[kind]

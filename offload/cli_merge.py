@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from offload.cli import COMMANDS, Subparsers
+from offload.cli import COMMANDS, Subparsers, output
 from offload.trace.overlay import merge_files
 
 
@@ -26,5 +26,6 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write both traces into one and say where."""
-    print(merge_files(arguments.first, arguments.second, arguments.output))
+    path = output(arguments.output, (".json", ".json.gz"), "a trace")
+    print(merge_files(arguments.first, arguments.second, path))
     return 0

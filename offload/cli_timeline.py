@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from offload.cli import COMMANDS, Subparsers
+from offload.cli import COMMANDS, Subparsers, output
 from offload.trace.picture import write
 from offload.trace.read import timeline
 
@@ -30,8 +30,9 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Write the picture and say where."""
     name = arguments.file.name.removesuffix(".gz").removesuffix(".json")
-    output = arguments.output or arguments.file.with_name(f"{name}.svg")
-    print(write(timeline(arguments.file, arguments.rank), output, steps=arguments.steps))
+    beside = arguments.file.with_name(f"{name}.svg")
+    path = output(arguments.output, (".svg",), "a picture") if arguments.output else beside
+    print(write(timeline(arguments.file, arguments.rank), path, steps=arguments.steps))
     return 0
 
 

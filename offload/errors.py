@@ -20,6 +20,11 @@ def one_of(names: Iterable[object], *, word: str = "or") -> str:
     return f"{', '.join(quoted[:-1])} {word} {quoted[-1]}"
 
 
+def counted(number: int, word: str) -> str:
+    """Return a number with its word: `1 byte`, `2 bytes`."""
+    return f"{number} {word}{'' if number == 1 else 's'}"
+
+
 def _revive(cls: type[_Error], args: tuple[object, ...], state: dict[str, object]) -> _Error:
     """Rebuild a pickled error from its text and fields, without building the text again."""
     error = cls.__new__(cls)
@@ -107,7 +112,9 @@ class UnsupportedPairError(OffloadError, ValueError):
 class UnknownNameError(OffloadError, ValueError):
     """A name that is none of the choices."""
 
-    def __init__(self, what: str, name: object, choices: Iterable[str]) -> None:
+    def __init__(
+        self, what: str, name: object, choices: Iterable[str], *, without: str = ""
+    ) -> None:
         self.what = what
         """What kind of name it is, as the caller writes it: `io_backend`, `layout`, `member`."""
         self.name = name
@@ -115,7 +122,19 @@ class UnknownNameError(OffloadError, ValueError):
         close = get_close_matches(str(name), self.choices, n=1) if isinstance(name, str) else []
         hint = f"; did you mean {close[0]!r}?" if close else "."
         offered = ", ".join(repr(choice) for choice in self.choices) or "none"
-        super().__init__(f"unknown {what} {name!r}{hint} Choices: {offered}.")
+        # `without` is what to say where there are no choices at all.
+        ends = f"Choices: {offered}." if self.choices or not without else without
+        super().__init__(f"unknown {what} {name!r}{hint} {ends}")
+
+    @classmethod
+    def layer(cls, name: str, names: Iterable[str], *, num_layers: int) -> UnknownNameError:
+        """Return the error for a layer's name that is none of `names`."""
+        without = f"Layers have no names here: use 0 to {num_layers - 1}, or give layer_names=."
+        return cls("layer", name, names, without=without)
+
+
+_PLURALS = frozenset({"axes", "byte strides", "components", "tensors", "tokens"})
+"""Names of quantities that are followed by `are`."""
 
 
 class GeometryError(OffloadError, ValueError):
@@ -135,7 +154,10 @@ class GeometryError(OffloadError, ValueError):
         self.got = dict(got)
         """By the same names, what was given."""
         self.remedy = remedy
-        facts = "; ".join(f"{name} is {got[name]}, expected {expected[name]}" for name in expected)
+        facts = "; ".join(
+            f"{name} {'are' if name in _PLURALS else 'is'} {got[name]}, expected {expected[name]}"
+            for name in expected
+        )
         super().__init__(f"{subject}: {facts}.{' ' if remedy else ''}{remedy}")
 
     @classmethod
@@ -173,12 +195,16 @@ class RequestError(OffloadError, ValueError):
         super().__init__(text)
 
     @classmethod
-    def out_of_range(cls, what: str, *, value: int, position: int, bound: int) -> RequestError:
-        """Return the error for an id outside `0 .. bound - 1`; `what` is such as `device page`."""
-        text = (
-            f"{what} {value} at position {position} is out of range. "
-            f"The pool has {what}s 0 to {bound - 1}."
-        )
+    def out_of_range(
+        cls, what: str, *, value: int, position: int | None = None, bound: int
+    ) -> RequestError:
+        """Return the error for an id outside `0 .. bound - 1`; `what` is such as `device page`.
+
+        Args:
+            position: Its index in a list of ids; None where it came alone.
+        """
+        at = "" if position is None else f" at position {position}"
+        text = f"{what} {value}{at} is out of range. The pool has {what}s 0 to {bound - 1}."
         return cls(text, value=value, position=position)
 
     @classmethod

@@ -13,7 +13,7 @@ from offload.core.geometry import Component, Geometry, matched
 from offload.core.kinds import AUTO, Direction, IoBackend, Layout, PoolKind, parse
 from offload.core.layout import device_geometry, host_geometry
 from offload.core.strategy import Table
-from offload.errors import GeometryError, UnknownNameError, UnsupportedPairError, one_of
+from offload.errors import GeometryError, UnknownNameError, UnsupportedPairError, counted, one_of
 from offload.spec import PoolSpec
 
 DEVICES = ("cpu", "cuda")
@@ -151,7 +151,7 @@ def _verdict(
 def _paragraph(verdict: Verdict) -> str:
     verb = "backs up" if verdict.direction == "backup" else "loads"
     asked = "" if verdict.chosen == verdict.io_backend else " ('auto' picks it)"
-    pieces = f"{verdict.runs} run{'s' if verdict.runs > 1 else ''} of {verdict.run_bytes} bytes"
+    pieces = f"{counted(verdict.runs, 'run')} of {counted(verdict.run_bytes, 'byte')}"
     others = [name for name in verdict.io_backends if name != verdict.chosen]
     also = (
         f" So {'do' if len(others) > 1 else 'does'} {one_of(others, word='and')}." if others else ""

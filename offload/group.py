@@ -142,12 +142,10 @@ class PoolGroup:
         if isinstance(layer, str):
             index = self._index.get(layer)
             if index is None:
-                raise UnknownNameError("layer", layer, self.layer_names)
+                raise UnknownNameError.layer(layer, self.layer_names, num_layers=self.num_layers)
             return index
         if not 0 <= layer < self.num_layers:
-            raise RequestError.out_of_range(
-                "layer", value=int(layer), position=0, bound=self.num_layers
-            )
+            raise RequestError.out_of_range("layer", value=int(layer), bound=self.num_layers)
         return int(layer)
 
     def parts(
@@ -226,7 +224,8 @@ class PoolGroup:
     def _check_own(self, names: Iterable[str]) -> None:
         for name in names:
             if name not in self._own:
-                raise UnknownNameError("member with pages of its own", name, sorted(self._own))
+                none = "The group has no member with pages of its own."
+                raise UnknownNameError("member", name, sorted(self._own), without=none)
 
 
 def _layers(pair: Pair) -> list[int]:

@@ -8,11 +8,12 @@ can be neither lost nor taken twice.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Protocol
 
 import attrs
+
+from offload.core.machine import Machine
 
 
 class Settable(Protocol):
@@ -47,8 +48,11 @@ class Place:
 class Line:
     """Waiters for room, by priority and then by arrival."""
 
-    fits: Callable[[int], bool]
-    """Whether so many bytes may be submitted now."""
+    machine: Machine
+    """What knows how much is queued. The line refers to nothing that refers to it."""
+
+    most: int | None
+    """Bytes that may be queued; None is unbounded."""
 
     _heap: list[tuple[float, int, Place]] = attrs.field(factory=list)
     _count: itertools.count[int] = attrs.field(factory=itertools.count)
@@ -56,6 +60,11 @@ class Line:
 
     def __len__(self) -> int:
         return self._size
+
+    def fits(self, nbytes: int) -> bool:
+        """Return whether so many bytes may be submitted now; into an empty queue anything may."""
+        queued = self.machine.queued_bytes
+        return self.most is None or not queued or queued + nbytes <= self.most
 
     def open_for(self, priority: float, nbytes: int) -> bool:
         """Return whether a newcomer may submit at once: there is room, and nobody as urgent waits."""

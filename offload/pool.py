@@ -17,6 +17,7 @@ from offload.core.axes import Axes
 from offload.core.geometry import Array, Component, ComponentGeometry, Geometry
 from offload.core.kinds import Layout
 from offload.core.layout import device_geometry, host_geometry
+from offload.core.pages import as_pages
 from offload.errors import GeometryError
 from offload.pinned import Pinned, pinned_memory
 from offload.pool_adopt import adopt_device, adopt_host
@@ -167,6 +168,13 @@ class HostPool(Pool):
         Raises:
             GeometryError: Components, shapes, strides or dtypes are not those of `spec`.
         """
+        if layout is None and axes is None:
+            raise GeometryError(
+                "HostPool.adopt",
+                expected={"order": "layout= or axes="},
+                got={"order": "not given"},
+                remedy="Pass one, such as layout='page_first' or axes='p l t h d'.",
+            )
         order = registry.layout(layout) if layout is not None else Axes(axes or "")
         geometry, held = adopt_host(spec, tensors, order)
         pinned = torch.cuda.is_available() and all(tensor.is_pinned() for tensor in _all(held))
@@ -180,7 +188,12 @@ class HostPool(Pool):
         return self.geometry.page_stride
 
     def page_memory(self, page: int) -> list[tuple[int, int]]:
-        """Return (address, nbytes) of every contiguous range of a page, padding left out."""
+        """Return (address, nbytes) of every contiguous range of a page, padding left out.
+
+        Raises:
+            RequestError: There is no such page.
+        """
+        (page,) = as_pages([page], self.num_pages, what="host page").tolist()
         spans: list[tuple[int, int]] = []
         for part in self.geometry.components:
             nbytes = part.nbytes * self.num_layers if part.whole_page else part.runs.nbytes

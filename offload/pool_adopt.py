@@ -23,7 +23,7 @@ def adopt_device(
     axes: Axes | None,
 ) -> tuple[Geometry, Held]:
     """Return the geometry of an engine's tensors, and the tensors by array."""
-    held = _listed(tensors)
+    held = _listed(spec, tensors)
     if axes is None:
         axes = DEVICE_AXES[spec.kind]
         if not any(isinstance(each, list) for each in held.values()):
@@ -37,16 +37,38 @@ def adopt_host(
     order: Layout | Axes,
 ) -> tuple[Geometry, Held]:
     """Return the geometry of host tensors that are declared to have an order."""
-    held = _listed(tensors)
+    held = _listed(spec, tensors)
     axes = HOST_AXES[spec.kind][order] if isinstance(order, Layout) else order
     return _read(spec, held, axes, order if isinstance(order, Layout) else None), held
 
 
-def _listed(tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> Held:
-    return {
-        name: each if isinstance(each, torch.Tensor) else list(each)
-        for name, each in tensors.items()
-    }
+def _listed(
+    spec: PoolSpec, tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
+) -> Held:
+    """Return tensors and lists of tensors by name, and refuse everything else."""
+    if not isinstance(tensors, Mapping):
+        names = ", ".join(f"{part.name!r}: [...]" for part in spec.parts)
+        raise GeometryError(
+            "adopted tensors",
+            expected={"type": f"a mapping such as {{{names}}}"},
+            got={"type": type(tensors).__name__},
+        )
+    return {name: _tensors(name, each) for name, each in tensors.items()}
+
+
+def _tensors(name: str, given: object) -> torch.Tensor | list[torch.Tensor]:
+    if isinstance(given, torch.Tensor):
+        return given
+    items = list(given) if isinstance(given, Sequence) else []
+    found = [each for each in items if isinstance(each, torch.Tensor)]
+    if items and len(found) == len(items):
+        return found
+    odd = next((type(each).__name__ for each in items if not isinstance(each, torch.Tensor)), "")
+    raise GeometryError(
+        f"array {name!r}",
+        expected={"type": "a tensor or a list of tensors"},
+        got={"type": f"{type(given).__name__}{' with ' if odd else ''}{odd}"},
+    )
 
 
 def _read(spec: PoolSpec, held: Held, axes: Axes, layout: Layout | None) -> Geometry:
@@ -56,10 +78,13 @@ def _read(spec: PoolSpec, held: Held, axes: Axes, layout: Layout | None) -> Geom
     for name, components in _assigned(spec, held, axes, layout).items():
         first, array = _array(spec, name, held[name], axes)
         _check_dtype(spec, name, components[0], first.dtype)
-        num_pages = num_pages or _count_pages(spec, components[0], axes, first.numel())
+        known = num_pages
+        num_pages = known or _count_pages(spec, components[0], axes, first.numel())
         found = read_array(components, axes, array, num_layers=spec.num_layers, num_pages=num_pages)
         if found is None:
-            raise _wrong_shape(spec, array, components[0], axes, layout, num_pages, first)
+            if layout is not None:
+                _check_declared(spec, array, components[0], axes, layout, num_pages, first)
+            raise _wrong_shape(spec, array, components[0], axes, known, num_pages)
         if layout is not None:
             _check_dense(spec, array, components[0], axes, layout, num_pages)
         placed += found
@@ -147,33 +172,60 @@ def _count_pages(spec: PoolSpec, component: Component, axes: Axes, elements: int
     return elements // each if elements and elements % each == 0 else 1
 
 
-def _wrong_shape(
+def _check_declared(
     spec: PoolSpec,
     array: Array,
     component: Component,
     axes: Axes,
-    layout: Layout | None,
+    layout: Layout,
     num_pages: int,
     tensor: torch.Tensor,
-) -> GeometryError:
+) -> None:
+    """Raise for a tensor that has the size of its layout and the shape of another."""
     sizes = sizes_of(component, spec.num_layers, num_pages)
-    expected = shape_of(axes, sizes)
-    if layout is not None:
-        for other, order in HOST_AXES[spec.kind].items():
-            if read_strides(order, sizes, array.shape, array.strides, 1) is not None:
-                return GeometryError.misdeclared(
-                    f"host pool {array.name!r}",
-                    declared=layout.value,
-                    shape=expected,
-                    got=array.shape,
-                    looks_like=other.value,
-                    nbytes=tensor.numel() * tensor.element_size(),
-                )
-    return GeometryError(
-        f"array {array.name!r} with axes {axes.text!r} ({num_pages} pages)",
-        expected={"shape": expected},
-        got={"shape": array.shape},
+    for other, order in HOST_AXES[spec.kind].items():
+        if read_strides(order, sizes, array.shape, array.strides, 1) is not None:
+            raise GeometryError.misdeclared(
+                f"host pool {array.name!r}",
+                declared=layout.value,
+                shape=shape_of(axes, sizes),
+                got=array.shape,
+                looks_like=other.value,
+                nbytes=tensor.numel() * tensor.element_size(),
+            )
+
+
+def _wrong_shape(
+    spec: PoolSpec, array: Array, component: Component, axes: Axes, known: int, counted: int
+) -> GeometryError:
+    """Return the error for a shape; the pages are counted along their own dimension where it has one.
+
+    Args:
+        known: Pages of the arrays before it; 0 for the first.
+        counted: Pages by the number of elements, which is wrong where another dimension is.
+    """
+    subject = f"array {array.name!r} with axes {axes.text!r}"
+    at = next(index for index, group in enumerate(axes.groups) if "p" in group)
+    each = shape_of(axes, sizes_of(component, spec.num_layers, 1))
+    pages, rest = counted, 0
+    if not known and len(array.shape) == len(each):
+        pages, rest = divmod(array.shape[at], each[at])
+    expected = shape_of(axes, sizes_of(component, spec.num_layers, pages))
+    if not rest:
+        return GeometryError(
+            f"{subject} ({pages} pages)", expected={"shape": expected}, got={"shape": array.shape}
+        )
+    if array.shape[:at] + array.shape[at + 1 :] == each[:at] + each[at + 1 :]:
+        what = ("tokens", ", the page size") if axes.groups[at] in {"pt", "tp"} else ("rows", "")
+        return GeometryError(
+            subject,
+            expected={what[0]: f"a multiple of {each[at]}{what[1]}"},
+            got={what[0]: array.shape[at]},
+        )
+    shape = ", ".join(
+        f"a multiple of {n}" if index == at else str(n) for index, n in enumerate(each)
     )
+    return GeometryError(subject, expected={"shape": f"({shape})"}, got={"shape": array.shape})
 
 
 def _check_dense(

@@ -6,6 +6,7 @@ happens then is `offload.shell`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
@@ -15,14 +16,13 @@ import anyio
 import attrs
 from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 
-from offload.core.batch import State
 from offload.core.kinds import Direction
 from offload.core.machine import (
     Cancel,
 )
 from offload.core.pages import PagesLike
 from offload.counters import Counters
-from offload.errors import SchedulerClosedError
+from offload.errors import RequestError, SchedulerClosedError
 from offload.group import PagePair, PoolGroup
 from offload.shell import Shell
 from offload.statistics import Statistics
@@ -70,6 +70,11 @@ class Scheduler:
             drain: Finish what is queued instead of cancelling it.
             deadline: On the scheduler's clock; what is still queued then is cancelled after all.
         """
+        self._shell.home.check_process("close")
+        if deadline is not None and not _is_time(deadline):
+            raise RequestError(
+                f"deadline is {deadline!r}; it takes a time on the scheduler's clock, or None"
+            )
         with anyio.CancelScope(shield=True):
             if self._closed is not None:
                 await self._closed.wait()
@@ -78,7 +83,7 @@ class Scheduler:
             drain = drain or self._drain
             self._shell.closing = True
             self._shell.line.refuse()
-            if drain and deadline is not None:
+            if drain and deadline is not None and not math.isinf(deadline):
                 self._shell.timer.call_at(deadline, self._cancel_queued_soon)
             self._shell.take_inbox()
             if not drain:
@@ -88,9 +93,7 @@ class Scheduler:
             self._shell.ask_for_turn()
             await checkpoint()
             await self._until_quiet()
-            self._shell.timer.close()
-            self._shell.driver.close()
-            self._shell.take_pools(None)
+            self._shell.close()
             self._closed.set()
 
     def begin_close(self, drain: bool) -> None:
@@ -101,14 +104,14 @@ class Scheduler:
     async def _cancel_queued(self) -> None:
         """Cancel everything that was not issued, a chunk per turn of the loop."""
         for number, piece in enumerate(self._shell.machine.live()):
-            if piece.state is State.QUEUED or piece.stream is not None:
+            if piece.unissued:
                 self._shell.handle(Cancel(piece.request.id))
             if number % _CLOSE_CHUNK == _CLOSE_CHUNK - 1:
                 await checkpoint()
 
     def _cancel_queued_soon(self) -> None:
         for piece in self._shell.machine.live():
-            if piece.state is State.QUEUED or piece.stream is not None:
+            if piece.unissued:
                 self._shell.handle(Cancel(piece.request.id))
 
     def _cancel_unwritten(self) -> None:
@@ -298,7 +301,8 @@ class Scheduler:
             SchedulerClosedError: The device is lost, and they never will be.
         """
         await checkpoint()
-        while self.busy(device_pages=device_pages, host_pages=host_pages):
+        device, host = self._shell.anchor_pages(device_pages, host_pages)
+        while self.busy(device_pages=device, host_pages=host):
             if self._shell.stuck is not None:
                 raise SchedulerClosedError("wait for idle pages") from self._shell.stuck
             await self._shell.change()
@@ -317,3 +321,8 @@ class Scheduler:
         return f"<Scheduler {self._shell.group!r} on {self._shell.driver.name}, {state}>"
 
     # Turns ---------------------------------------------------------------------------------------------
+
+
+def _is_time(value: object) -> bool:
+    """Return whether this is a number other than nan."""
+    return isinstance(value, (int, float)) and not math.isnan(value)

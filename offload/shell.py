@@ -45,6 +45,7 @@ from offload.core.machine import (
     Written,
 )
 from offload.core.pages import PagesLike, as_pages
+from offload.core.request import Pages
 from offload.counters import Counters
 from offload.driver.base import Driver
 from offload.errors import RequestError, SchedulerClosedError
@@ -107,7 +108,7 @@ class Shell:
             (member.host.pages.table, member.device.pages.table) for member in self.group.members
         )
         self.machine = Machine(self.group.num_layers, tables, self.limits)
-        self.line = Line(self._fits)
+        self.line = Line(self.machine, self.limits.max_queued_bytes)
 
     def open(self) -> None:
         """Settle on the loop that runs now.
@@ -124,6 +125,14 @@ class Shell:
             self.tracer.clock = self.driver.now_ns
             self.tracer.opened(str(self.group.anchor.device.device), self._in_flight)
         logger.info("open: %r on %s, %s", self.group, self.driver.name, self.limits)
+
+    def close(self) -> None:
+        """Let go of everything, so that nothing keeps the pools but who holds them."""
+        self.timer.close()
+        self.driver.close()
+        self.take_pools(None)
+        if self.tracer is not None:
+            self.tracer.opened(str(self.group.anchor.device.device), list)
 
     def take_pools(self, owner: object | None) -> None:
         """Make the pools' tables ours, or nobody's.
@@ -167,7 +176,7 @@ class Shell:
         counters.admit()
         self._gate(request.id, submission)
         if submission.deadline is not None:
-            self.timer.call_at(submission.deadline, lambda: self._expire(transfer))
+            transfer.alarm = self.timer.call_at(submission.deadline, lambda: self._expire(transfer))
         self.ask_for_turn()
         return transfer
 
@@ -196,7 +205,7 @@ class Shell:
         counters.admit()
         counters.withdraw()
         if submission.deadline is not None:
-            self.timer.call_at(submission.deadline, lambda: self._expire(rider))
+            rider.alarm = self.timer.call_at(submission.deadline, lambda: self._expire(rider))
         return rider
 
     def submit_nowait(self, submission: Submission) -> Transfer:
@@ -223,6 +232,11 @@ class Shell:
         return self._dead
 
     @property
+    def over(self) -> bool:
+        """Whether nothing will happen any more, and waiting threads must not wait for it."""
+        return self.dead or self.stuck is not None
+
+    @property
     def working(self) -> bool:
         """Whether anything is still to be decided or to land."""
         return self.stuck is None and self.machine.pending()
@@ -231,10 +245,6 @@ class Shell:
         """Raise if it is closed, or closing."""
         if self.closing:
             raise SchedulerClosedError from self.lost
-
-    def _fits(self, nbytes: int) -> bool:
-        most, queued = self.limits.max_queued_bytes, self.machine.queued_bytes
-        return most is None or not queued or queued + nbytes <= most
 
     def _expire(self, transfer: Transfer) -> None:
         if not transfer.done:
@@ -335,9 +345,14 @@ class Shell:
     def claimed(self, device_pages: PagesLike, host_pages: PagesLike) -> bool:
         """Return what `busy` does, without what other threads have posted. Any thread."""
         anchor = self.group.anchor
-        device = as_pages(device_pages, anchor.device.num_pages, what="device page")
-        host = as_pages(host_pages, anchor.host.num_pages, what="host page")
+        device, host = self.anchor_pages(device_pages, host_pages)
         return anchor.device.pages.table.busy(device) or anchor.host.pages.table.busy(host)
+
+    def anchor_pages(self, device_pages: PagesLike, host_pages: PagesLike) -> tuple[Pages, Pages]:
+        """Return checked copies of page ids of the anchor's pools. Any thread."""
+        anchor = self.group.anchor
+        device = as_pages(device_pages, anchor.device.num_pages, what="device page")
+        return device, as_pages(host_pages, anchor.host.num_pages, what="host page")
 
     # Turns ----------------------------------------------------------------------------------------
 
@@ -401,6 +416,7 @@ class Shell:
         if over and batch.id in self._flights:
             del self._flights[batch.id]
             self.handle(Ended(batch.id))
+            flight.transfers.clear()  # they refer to it too
             self._notify()
 
     def handle(self, event: Event) -> None:
@@ -472,6 +488,9 @@ class Shell:
         counters = self.counters.of(transfer.direction)
         failed = error if state is State.FAILED else None
         counters.settle(failed=failed, cancelled=state is State.CANCELLED)
+        if transfer.alarm is not None:
+            self.timer.cancel(transfer.alarm)
+            transfer.alarm = None
         self.bell.ring()
         now, tracer = self.driver.now_ns(), self.tracer
         if state is State.FAILED:

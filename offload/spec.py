@@ -232,13 +232,10 @@ class PoolSpec:
         if isinstance(layer, str):
             names = self.layer_names or ()
             if layer not in names:
-                raise UnknownNameError("layer", layer, names)
+                raise UnknownNameError.layer(layer, names, num_layers=self.num_layers)
             return names.index(layer)
         if not 0 <= index(layer) < self.num_layers:
-            raise RequestError(
-                f"layer {layer} is out of range. The pool has layers 0 to {self.num_layers - 1}.",
-                value=layer,
-            )
+            raise RequestError.out_of_range("layer", value=index(layer), bound=self.num_layers)
         return index(layer)
 
 

@@ -36,6 +36,12 @@ class Hold:
     pieces: list[int] = attrs.field(factory=list)
 
 
+class _Held(threading.local):
+    """The hold of each thread; it goes when the thread does."""
+
+    hold: Hold | None = None
+
+
 @attrs.define(eq=False)
 class Submission:
     """A request that passed all checks and has no id yet."""
@@ -81,7 +87,7 @@ class Desk:
     router: Router
     driver: Driver
     tracer: Tracer | None
-    _holds: dict[int, Hold] = attrs.field(factory=dict)
+    _held: _Held = attrs.field(factory=lambda: _Held())
 
     def submission(
         self,
@@ -124,7 +130,7 @@ class Desk:
             join,
             after,
             () if streaming else self.marks(after),
-            self._holds.get(threading.get_ident()) if self._holds else None,
+            self._holding(),
             tracer.tags() if tracer is not None and tracer.active else None,
         )
 
@@ -152,16 +158,21 @@ class Desk:
 
     def hold(self) -> Hold:
         """Keep back what the calling thread submits from now on, until `release`."""
-        hold = self._holds.setdefault(threading.get_ident(), Hold())
+        hold = self._holding()
+        if hold is None:
+            hold = self._held.hold = Hold()
         hold.depth += 1
         return hold
 
+    def _holding(self) -> Hold | None:
+        hold = self._held.hold
+        return hold if hold is not None and hold.depth else None
+
     def release(self, hold: Hold) -> list[int]:
-        """End one level of a hold; return the pieces to let go when it was the last."""
+        """End one level of a hold, on whatever thread; return the pieces to let go when it was the last."""
         hold.depth -= 1
         if hold.depth:
             return []
-        del self._holds[threading.get_ident()]
         pieces, hold.pieces = hold.pieces, []
         return pieces
 

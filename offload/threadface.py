@@ -14,7 +14,7 @@ import attrs
 from offload.core.kinds import Direction
 from offload.core.pages import PagesLike
 from offload.counters import Counters
-from offload.errors import SchedulerClosedError
+from offload.errors import RequestError, SchedulerClosedError
 from offload.flight import LOOK_S
 from offload.group import PagePair
 from offload.parking import Place
@@ -239,17 +239,21 @@ class ThreadFace:
 
         Raises:
             TimeoutError: Not within `timeout` seconds.
+            SchedulerClosedError: The loop or the device is gone, and they never will be.
         """
         shell = self._shell
         shell.check_may_block("wait for idle pages")
+        device, host = shell.anchor_pages(device_pages, host_pages)
         # Everything this thread posted comes first; afterwards the tables alone know.
-        self.busy(device_pages=device_pages, host_pages=host_pages)
+        self.busy(device_pages=device, host_pages=host)
 
         def idle() -> bool:
-            return shell.dead or not shell.claimed(device_pages, host_pages)
+            return shell.over or not shell.claimed(device, host)
 
         if not shell.bell.wait(idle, timeout):
             raise TimeoutError(f"pages are still busy after {timeout} s")
+        if shell.claimed(device, host):
+            raise SchedulerClosedError("wait for idle pages") from shell.stuck
 
     @property
     def counters(self) -> Counters:
@@ -264,10 +268,20 @@ class ThreadFace:
         shell = self._shell
         shell.check_may_block("submit")
         shell.refuse_closed()
+        if timeout is not None and not timeout >= 0:
+            raise RequestError(f"timeout is {timeout!r}; it takes seconds from 0 up, or None")
         admission = _Admission(shell, submission)
         if not shell.post(admission.start):
             raise SchedulerClosedError
-        if not _answered(shell, admission.future, timeout) and admission.give_up():
+        try:
+            answered = _answered(
+                shell, admission.future, timeout or (None if timeout is None else _INSTANT)
+            )
+        except KeyboardInterrupt:
+            if not admission.give_up():
+                admission.future.result().cancel()
+            raise
+        if not answered and admission.give_up():
             raise TimeoutError(f"no room within {timeout} s; nothing was submitted")
         return admission.future.result()
 
@@ -286,6 +300,10 @@ class ThreadFace:
             raise SchedulerClosedError
         _answered(shell, future, None)
         return future.result()
+
+
+_INSTANT = 0.05
+"""Seconds that a timeout of 0 gives the loop to say whether there is room: it bounds the wait for room."""
 
 
 def _answered(shell: Shell, future: Future[T], timeout: float | None) -> bool:

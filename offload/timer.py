@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 import attrs
 
 from offload.driver.base import Driver
 from offload.loop import Home
+
+_SWEEP = 256
+"""Forgotten alarms below which a sweep is not worth it."""
+
+
+@attrs.define(order=True)
+class Alarm:
+    """One call to come. Cancelled, it is only a number in the heap."""
+
+    when: float
+    number: int
+    callback: Callable[[], None] | None = attrs.field(order=False)
 
 
 @attrs.define(eq=False)
@@ -18,18 +30,32 @@ class Timer:
 
     _driver: Driver
     _home: Home
-    _heap: list[tuple[float, int, Callable[[], None]]] = attrs.field(factory=list)
+    _heap: list[Alarm] = attrs.field(factory=list)
+    _cancelled: int = 0
     _count: itertools.count[int] = attrs.field(factory=itertools.count)
     _alarm: Callable[[], None] | None = None
     """Cancels the alarm that is set."""
 
     _set_for: float = 0.0
 
-    def call_at(self, when: float, callback: Callable[[], None]) -> None:
-        """Call `callback` when the clock passes `when`. It must not mind being late, or no longer needed."""
-        heappush(self._heap, (when, next(self._count), callback))
+    def call_at(self, when: float, callback: Callable[[], None]) -> Alarm:
+        """Call `callback` when the clock passes `when`; it must not mind being late. Returns what to cancel."""
+        alarm = Alarm(when, next(self._count), callback)
+        heappush(self._heap, alarm)
         if self._alarm is None or when < self._set_for:
             self._set()
+        return alarm
+
+    def cancel(self, alarm: Alarm) -> None:
+        """Forget a call. The heap is swept when most of it is forgotten: far deadlines hold nothing."""
+        if alarm.callback is None:
+            return
+        alarm.callback = None
+        self._cancelled += 1
+        if self._cancelled > _SWEEP and 2 * self._cancelled > len(self._heap):
+            self._heap = [each for each in self._heap if each.callback is not None]
+            heapify(self._heap)
+            self._cancelled = 0
 
     def close(self) -> None:
         """Forget everything."""
@@ -43,13 +69,18 @@ class Timer:
             self._alarm()
             self._alarm = None
         if self._heap:
-            self._set_for = self._heap[0][0]
+            self._set_for = self._heap[0].when
             set_alarm = self._driver.alarm or self._home.alarm
             self._alarm = set_alarm(self._set_for - self._driver.now(), self._ring)
 
     def _ring(self) -> None:
         self._alarm = None
         now = self._driver.now()
-        while self._heap and self._heap[0][0] <= now:
-            heappop(self._heap)[2]()
+        while self._heap and self._heap[0].when <= now:
+            alarm = heappop(self._heap)
+            if alarm.callback is None:
+                self._cancelled = max(0, self._cancelled - 1)
+            else:
+                callback, alarm.callback = alarm.callback, None
+                callback()
         self._set()

@@ -22,6 +22,7 @@ from offload.flight import Flight
 
 if TYPE_CHECKING:
     from offload.shell import Shell
+    from offload.timer import Alarm
     from offload.trace import Tracer
     from offload.trace.forward import ForwardTrace
 
@@ -41,6 +42,8 @@ class Transfer:
     """As it was submitted."""
 
     issued_ns: int = 0
+    alarm: Alarm | None = None
+    """Set for its deadline, until it settles."""
 
     _flight: Flight | None = None
     """The flight that carries it; of a streaming backup, the latest."""
@@ -349,7 +352,7 @@ class Transfer:
         shell.check_may_block(f"wait for {what}")
 
         def arrived() -> bool:
-            return reached() or (not whatever and self._is_over()) or shell.dead
+            return reached() or (not whatever and self._is_over()) or shell.over
 
         if not shell.bell.wait(arrived, timeout):
             raise TimeoutError(f"{self!r}: {timeout} s passed while waiting for {what}")
@@ -357,7 +360,7 @@ class Transfer:
             self._raise_if_over()
             raise TransferFailed(
                 f"{self.direction} {self.request.id}",
-                cause=RuntimeError("the event loop of its scheduler has ended"),
+                cause=shell.stuck or RuntimeError("the event loop of its scheduler has ended"),
             )
 
     def note(self, layer: int, start_ns: int, forward: ForwardTrace | None = None) -> None:

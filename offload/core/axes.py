@@ -31,15 +31,18 @@ class Axes:
     def __attrs_post_init__(self) -> None:
         """Refuse unknown, repeated or missing letters."""
         letters = self.order
-        wrong = [letter for letter in letters if letter not in LETTERS]
-        twice = sorted({letter for letter in letters if letters.count(letter) > 1})
-        missing = [letter for letter in "pd" if letter not in letters]
-        if wrong or twice or missing:
-            raise GeometryError(
-                f"axes {self.text!r}",
-                expected={"letters": "p and d, each of 'p l 2 t h d' at most once"},
-                got={"letters": " ".join(letters) or "empty"},
-            )
+        counts = {letter: letters.count(letter) for letter in dict.fromkeys([*letters, *"pd"])}
+        expected: dict[str, object] = {}
+        got: dict[str, object] = {}
+        for letter, count in counts.items():
+            if letter in LETTERS and count == 1:
+                continue
+            name = f"letter {letter!r}"
+            expected[name] = "once" if letter in LETTERS else "one of 'p l 2 t h d'"
+            known = f"there {count} times" if count else "missing"
+            got[name] = known if letter in LETTERS else "unknown"
+        if got:
+            raise GeometryError(f"axes {self.text!r}", expected=expected, got=got)
 
     @property
     def order(self) -> str:

@@ -15,6 +15,7 @@ import attrs
 
 from offload.core.kinds import Direction
 from offload.core.request import Request
+from offload.errors import RequestError
 
 
 class State(StrEnum):
@@ -41,18 +42,21 @@ class Limits:
     max_inflight_requests: int | None = None
     """Requests that were issued and have not landed."""
 
-    max_batch_bytes: int = 256 << 20
+    max_batch_bytes: int | None = 256 << 20
     """Bytes merged into one batch. At 50 GB/s that is 5 ms of a link: long enough to fill it while the
     loop is busy elsewhere, short enough that the next batch is planned on fresh priorities."""
 
-    max_batch_ops: int = 65_536
+    max_batch_ops: int | None = 65_536
     """Pages merged into one batch: planning that many costs about 1 ms of the stream's own thread."""
 
     def __attrs_post_init__(self) -> None:
         for field in attrs.fields(Limits):
-            value = getattr(self, field.name)
-            if value is not None and value < 1:
-                raise ValueError(f"Limits.{field.name} is {value}; it must be at least 1, or None")
+            value: object = getattr(self, field.name)
+            if value is not None and not (isinstance(value, int) and value >= 1):
+                raise RequestError(
+                    f"Limits.{field.name} is {value!r}; it must be an integer from 1 up, or None",
+                    value=value,
+                )
 
 
 _NOBODY: frozenset[Piece] = frozenset()
@@ -97,6 +101,14 @@ class Piece:
     def owner(self) -> Piece:
         """The piece that stands for the whole request."""
         return self.parent or self
+
+    @property
+    def unissued(self) -> bool:
+        """Whether anything of it is still to be issued: the request itself, or a layer of it."""
+        if self.stream is None:
+            return self.state is State.QUEUED
+        unwritten = len(self.stream.written) < self.last
+        return unwritten or any(piece.batch is None for piece in self.stream.pieces)
 
     @property
     def landed(self) -> int:

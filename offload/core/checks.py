@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from offload.core.geometry import ComponentGeometry, Runs, pair_alignment, pair_runs
 from offload.core.kinds import IoBackend
+from offload.errors import counted
 
 Pairs = tuple[tuple[ComponentGeometry, ComponentGeometry], ...]
 
@@ -21,7 +22,7 @@ def worst_runs(pairs: Pairs) -> tuple[ComponentGeometry, Runs]:
 
 def _cut(runs: Runs, host: ComponentGeometry) -> str:
     why = "" if runs.count == host.runs.count else " in which host and device step together"
-    return f"one layer of one page is {runs.count} runs of {runs.nbytes} bytes{why}"
+    return f"one layer of one page is {runs.count} runs of {counted(runs.nbytes, 'byte')}{why}"
 
 
 def _one_run(pairs: Pairs, name: str) -> str | None:
@@ -44,10 +45,10 @@ def _whole_words(pairs: Pairs, name: str) -> str | None:
         moves = f"{name!r} moves words of at least {SHORTEST_WORD}"
         if runs.nbytes % SHORTEST_WORD:
             what = "row" if runs.count == 1 else "run"
-            return f"a {what} is {runs.nbytes} bytes, and {moves}"
+            return f"a {what} is {counted(runs.nbytes, 'byte')}, and {moves}"
         if pair_alignment(host, device) < SHORTEST_WORD:
             apart = pair_alignment(host, device)
-            return f"runs start at multiples of {apart} bytes, and {moves}"
+            return f"runs start at multiples of {counted(apart, 'byte')}, and {moves}"
     return None
 
 

@@ -43,6 +43,9 @@ from offload.core.kinds import Direction
 from offload.core.request import PATIENCE, Pages, Request
 from offload.errors import InvalidTransitionError, RequestError
 
+UNBOUNDED = 1 << 62
+"""More bytes, and more pages, than anybody has."""
+
 MAX_FLIGHTS = 16
 """Batches of one direction in the air before the next one waits in the queue, where it can still be merged
 and reordered. More urgent ones are issued regardless: streams overtake at every layer."""
@@ -457,7 +460,9 @@ class Machine:
         requests = self.limits.max_inflight_requests
         room = None if requests is None else requests - self.inflight_requests
         limits = self.limits
-        pieces = self._queues[direction].take(self._batch_bytes(), limits.max_batch_ops, room)
+        pieces = self._queues[direction].take(
+            self._batch_bytes(), limits.max_batch_ops or UNBOUNDED, room
+        )
         self._last_batch += 1
         head = pieces[0]
         batch = Batch(
@@ -486,9 +491,10 @@ class Machine:
     def _batch_bytes(self) -> int:
         """Return the bytes of one batch: its own budget, and what may still be in flight."""
         limits = self.limits
+        budget = limits.max_batch_bytes or UNBOUNDED
         if limits.max_inflight_bytes is None:
-            return limits.max_batch_bytes
-        return min(limits.max_batch_bytes, max(1, limits.max_inflight_bytes - self.inflight_bytes))
+            return budget
+        return min(budget, max(1, limits.max_inflight_bytes - self.inflight_bytes))
 
     def _dequeue(self, owner: Piece) -> None:
         if not owner.alone:
@@ -603,7 +609,7 @@ class Machine:
         if piece.follows:
             piece.batch = None
             return
-        piece.finished = True
+        piece.finished, piece.batch = True, None
         del self._pieces[piece.id]
         self._release(piece)
         owner = piece.owner

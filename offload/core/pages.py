@@ -7,6 +7,7 @@ holds. Pages are integers in arrays; there is no object per page.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import SupportsIndex
@@ -61,6 +62,12 @@ def _integers(pages: PagesLike, what: str) -> Pages:
         array = np.asarray(pages)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise RequestError(f"{what}s cannot be read as an array: {error}", value=pages) from error
+    if array.ndim == 0:
+        raise RequestError(
+            f"{what}s are of type {type(pages).__name__!r}. Pass a list, a range, a numpy array or "
+            "an integer tensor in host memory.",
+            value=pages,
+        )
     if array.ndim != 1:
         raise RequestError(
             f"{what}s have {array.ndim} dimensions and need one. Pass a list, a range, a numpy "
@@ -168,6 +175,10 @@ class PageAllocator:
         Raises:
             OutOfPagesError: There are not so many. None was taken.
         """
+        try:
+            n = operator.index(n)
+        except TypeError:
+            raise RequestError(f"alloc of {n!r} pages: it takes an integer.", value=n) from None
         if n < 0:
             raise RequestError(f"alloc of {n} pages: the number must not be negative.", value=n)
         with self.mutex:

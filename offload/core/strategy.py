@@ -102,12 +102,14 @@ class Table:
         Raises:
             UnsupportedPairError: No io backend copies this pair.
         """
+        reasons: list[str] = []
         for io_backend in auto_order(host, device):
-            if isinstance(self.judge(kind, direction, io_backend, host, device), str):
+            verdict = self.judge(kind, direction, io_backend, host, device)
+            if isinstance(verdict, str):
                 return io_backend
-        raise self.refusal(
-            kind, direction, AUTO, host, device, "no io backend copies this pair here"
-        )
+            reasons.append(verdict.reason)
+        told = "; ".join(dict.fromkeys(reasons))
+        raise self.refusal(kind, direction, AUTO, host, device, told)
 
     def resolve(
         self,
@@ -152,12 +154,11 @@ class Table:
         device: Geometry,
     ) -> tuple[str, ...]:
         """Return every layout of a host pool of these sizes that an io backend copies."""
-        if io_backend == AUTO:
-            return ()
         return tuple(
             layout
             for layout, other in _relaid(host, self.orders).items()
-            if isinstance(self.judge(kind, direction, io_backend, other, device), str)
+            for names in [auto_order(other, device) if io_backend == AUTO else (io_backend,)]
+            if any(isinstance(self.judge(kind, direction, n, other, device), str) for n in names)
         )
 
     def refusal(

@@ -43,13 +43,15 @@ class Problem:
 
 
 def check(path: Path) -> list[Problem]:
-    """Return everything wrong with a trace file; an empty list is the good answer."""
+    """Return everything wrong with a trace file; an empty list is the good answer.
+
+    Raises:
+        OSError: There is no such file, or it cannot be read.
+    """
     try:
         trace = load(path)
     except NotATrace as error:
         return [Problem("json", str(error))]
-    except OSError as error:
-        return [Problem("json", f"{path} cannot be read: {error.strerror}")]
     return check_events(trace["traceEvents"])
 
 

@@ -13,8 +13,9 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from offload.errors import RequestError
 from offload.trace import events
-from offload.trace.read import NotATrace, load
+from offload.trace.read import NotATrace, load, ranks_of, told
 from offload.trace.timeline import Timeline
 from offload.trace.write import write
 
@@ -24,8 +25,15 @@ def merge(timeline: Timeline, profile: Path, path: Path) -> Path:
 
     Raises:
         NotATrace: `profile` is no trace in object form.
+        RequestError: It already holds our lanes of this rank.
     """
     trace = load(profile)
+    if timeline.rank in ranks_of(trace):
+        raise RequestError(
+            f"{profile} already holds offload's lanes of rank {timeline.rank}. Pass a profile "
+            "without them, or give each process its own rank=.",
+            value=profile,
+        )
     base = int(trace.get("baseTimeNanoseconds", 0))
     first = timeline.first_ns
     shift = timeline.unix_ns(first) - (first - timeline.origin_ns) - base
@@ -36,10 +44,27 @@ def merge_files(first: Path, second: Path, path: Path) -> Path:
     """Write two trace files as one on the clock of `first`; each names its own origin.
 
     Either may be torch.profiler's or ours; two ranks of ours keep their own processes.
+
+    Raises:
+        NotATrace: One is no trace in object form.
+        RequestError: They are one file, or hold our lanes of the same rank.
     """
+    _check_apart(first, second)
     shift_us = (origin_ns(second) - origin_ns(first)) / 1000
     moved = (_moved(event, shift_us) for event in load(second)["traceEvents"])
     return write(path, _pieces(first, moved))
+
+
+def _check_apart(first: Path, second: Path) -> None:
+    if first.samefile(second):
+        raise RequestError(f"{first} is merged with itself. Pass two traces.", value=second)
+    both = sorted({*ranks_of(load(first))} & {*ranks_of(load(second))})
+    if both:
+        raise RequestError(
+            f"{first} and {second} both hold offload's lanes of {told(both)}. Pass traces of "
+            "different ranks, or one of ours and a profile without our lanes.",
+            value=second,
+        )
 
 
 def origin_ns(path: Path) -> int:

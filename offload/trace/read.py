@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +45,26 @@ def timeline(path: Path, rank: int | None = None) -> Timeline:
         NotATrace: There are none.
     """
     trace = load(path)
-    events = [one for one in trace["traceEvents"] if _ours(one, rank)]
-    ranks = sorted({int(one["pid"]) for one in events})
+    ranks = ranks_of(trace)
     if not ranks:
         raise NotATrace(
             f"{path} holds no lanes of offload: nothing was recorded, or it is another's"
         )
-    return _Reader([one for one in events if one["pid"] == ranks[0]], trace).timeline()
+    if rank is not None and rank not in ranks:
+        raise NotATrace(f"{path} holds no lanes of rank {rank}. It holds {told(ranks)}.")
+    pid = FIRST_PID + (ranks[0] if rank is None else rank)
+    events = [one for one in trace["traceEvents"] if _ours(one) and one["pid"] == pid]
+    return _Reader(events, trace).timeline()
+
+
+def ranks_of(trace: Mapping[str, Any]) -> list[int]:
+    """Return the ranks whose lanes of ours a trace holds, in order."""
+    return sorted({int(one["pid"]) - FIRST_PID for one in trace["traceEvents"] if _ours(one)})
+
+
+def told(ranks: Sequence[int]) -> str:
+    """Return ranks as prose: `rank 3`, `ranks 0, 1`."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
 def ns(microseconds: float) -> int:
@@ -63,7 +76,7 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def _ours(event: Mapping[str, Any], rank: int | None) -> bool:
+def _ours(event: Mapping[str, Any]) -> bool:
     """Counters have no category; the process is what is left to tell them by."""
     if not str(event.get("cat", "")).startswith("offload."):
         pid = event.get("pid")
@@ -73,7 +86,7 @@ def _ours(event: Mapping[str, Any], rank: int | None) -> bool:
             or not 0 <= pid - FIRST_PID < MAX_RANKS
         ):
             return False
-    return rank is None or event["pid"] == FIRST_PID + rank
+    return True
 
 
 class _Reader:
