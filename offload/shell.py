@@ -159,7 +159,12 @@ class Shell:
             return rider
         request = submission.request(self.machine.new_id())
         transfer = Transfer(
-            self, request, submission.submitted_ns, submission.tags, submission.after
+            self,
+            request,
+            submission.submitted_ns,
+            submission.tags,
+            submission.after,
+            submission.marks,
         )
         counters = self.counters.of(request.direction)
         if request.streaming:
@@ -198,7 +203,12 @@ class Shell:
         if not self.machine.undisturbed(lead.request):
             return None
         rider = Transfer(
-            self, lead.request, submission.submitted_ns, submission.tags, submission.after
+            self,
+            lead.request,
+            submission.submitted_ns,
+            submission.tags,
+            submission.after,
+            submission.marks,
         )
         lead.take(rider)
         counters = self.counters.of(lead.direction)
@@ -562,6 +572,8 @@ def _same_copy(lead: Transfer, submission: Submission) -> bool:
     request = lead.request
     if lead.settled or request.direction is not Direction.LOAD or lead.after != submission.after:
         return False
+    if any(mark not in lead.marks for mark in submission.marks):
+        return False  # compute was queued between the two
     if request.route is not submission.route or len(request.parts) != len(submission.parts):
         return False
     return all(

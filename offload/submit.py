@@ -115,6 +115,11 @@ class Desk:
         parts = self.group.parts(direction, host_pages, device_pages, members)
         now = self.driver.now()
         when = _due(now, priority, deadline)
+        if streaming and (not isinstance(after, str) or after != "compute"):
+            raise RequestError(
+                f"after={after!r} does not apply to a streaming backup: layer_written orders each layer "
+                "after the compute that wrote it"
+            )
         tracer = self.tracer
         return Submission(
             direction,

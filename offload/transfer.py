@@ -17,6 +17,7 @@ from anyio.lowlevel import checkpoint
 from offload.core.batch import Piece, State
 from offload.core.kinds import Direction
 from offload.core.request import Request
+from offload.driver.base import Event
 from offload.errors import RequestError, TransferCancelled, TransferFailed
 from offload.flight import Flight
 
@@ -40,6 +41,9 @@ class Transfer:
     tags: Mapping[str, str | int | float | bool | None] | None = None
     after: object = "compute"
     """As it was submitted."""
+
+    marks: tuple[Event, ...] = ()
+    """What compute had queued at submit, and had not done."""
 
     issued_ns: int = 0
     alarm: Alarm | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 import offload
 from offload.testing import Hooks
@@ -175,3 +176,17 @@ async def test_a_load_that_has_ended_is_not_joined() -> None:
         assert not other.done
         await sim.run_until_idle()
         assert scheduler.statistics().load.nbytes == one.nbytes + other.nbytes
+
+
+@on_both
+async def test_compute_queued_between_two_loads_keeps_them_apart() -> None:
+    """A load does not ride on one that compute has written the same pages behind."""
+    async with sim_scheduler() as (scheduler, sim, device, host):
+        lead = await scheduler.load(host_pages=[1], device_pages=[1])
+        view = device.view("k", 0)
+        sim.compute(1e-3, lambda: view[1].zero_())
+        again = await scheduler.load(host_pages=[1], device_pages=[1], join=True)
+        await sim.run_until_idle()
+        await lead
+        await again
+        assert torch.equal(view[1], host.view("k", 0)[1])
