@@ -6,11 +6,15 @@ import random
 from collections.abc import Callable
 
 import anyio
+import anyio.to_thread
 import attrs
 
 import offload
 from tests.soak.model import Copy
 from tests.soak.player import Player
+
+PATIENCE = 20.0
+"""Seconds after which a thread that waits is stuck."""
 
 
 @attrs.define(eq=False)
@@ -45,6 +49,19 @@ class Pass:
             self._written(layer)
             if self.draw.random() < 0.3:
                 await anyio.lowlevel.checkpoint()
+
+    def run_in_thread(self) -> None:
+        """Run the layers on a thread that is not the loop's, blocking where it has to wait."""
+        for layer in range(self.player.world.group.num_layers):
+            for copy in self.before:
+                if copy not in self.broken:
+                    try:
+                        copy.transfer.wait_layer(layer, timeout=PATIENCE)
+                    except offload.TransferFailed:
+                        self.broken.add(copy)
+                        copy.transfer.wait_source_reusable(timeout=PATIENCE)
+            self._compute(layer)
+            self._written(layer)
 
     async def _wait(self, layer: int) -> None:
         """Order compute after every copy that touches the pages, or wait until it is over."""
@@ -111,12 +128,18 @@ async def forward(player: Player, draw: random.Random) -> None:
             one.before.append(late)
             say += f" and late load {late.request}"
     player.say(f"{say} after {[copy.request for copy in one.before]}")
+    threaded = player.world.sim is None and draw.random() < 0.5
+    if threaded:
+        one.draw = random.Random(draw.random())
     keys = [(member, True, page) for member, some in own.items() for page in some]
     player.pin(keys, 1)
 
     async def run() -> None:
         try:
-            await one.run()
+            if threaded:
+                await anyio.to_thread.run_sync(one.run_in_thread)
+            else:
+                await one.run()
         finally:
             player.pin(keys, -1)
 

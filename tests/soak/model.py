@@ -7,7 +7,8 @@ for a copy that landed; what was there before, for a copy that never began; noth
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import attrs
@@ -108,13 +109,14 @@ class Model:
     seen: list[tuple[str, Cell, Version, bytes]] = attrs.field(factory=list)
     """What a program read: what it was, the cell, the version it meant, the bytes it got."""
 
-    stamps: int = 0
+    stamps: Iterator[int] = attrs.field(factory=lambda: itertools.count(1))
+    """Raised by the threads of forwards, too."""
 
     def write(self, cell: Cell) -> int:
         """Let a user write a cell; return the stamp to write."""
-        self.stamps += 1
-        self.cells[cell] = Version(stamp=self.stamps)
-        return self.stamps
+        stamp = next(self.stamps)
+        self.cells[cell] = Version(stamp=stamp)
+        return stamp
 
     def submit(self, copy: Copy) -> None:
         """Give a copy its place in the order."""

@@ -181,6 +181,14 @@ class Player:
             return self.born.get((member, page), 0)
         return self.born.get((0, page if rule == "same" else page - 1), 0)
 
+    def shared(self, cell: Cell) -> bool:
+        """Return whether a forward on another thread may be at work on a cell."""
+        pinned = any(
+            self.pinned.get((member, cell.device, cell.page - shift))
+            for member, shift in ((cell.member, 0), (0, 0), (0, 1))
+        )
+        return self.world.sim is None and pinned
+
     # ---- time and tasks ----------------------------------------------------------------------------------
 
     def spawn(self, work: Callable[[], Awaitable[object]]) -> None:

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import anyio
+import anyio.to_thread
 import attrs
 
 import offload
 from offload.driver.base import Event
-from tests.soak.forward import forward
+from tests.soak.forward import PATIENCE, forward
 from tests.soak.model import Cell, Copy
 from tests.soak.player import Pairs, Player
 
@@ -108,13 +110,22 @@ async def _submit(player: Player, draw: random.Random, *, load: bool) -> None:
     player.pin(keys, 1)
     scheduler = player.scheduler
 
+    outside = player.world.sim is None and draw.random() < 0.4
+
+    async def call(**arguments: object) -> offload.Transfer:
+        if outside:
+            face = scheduler.from_thread
+            return await anyio.to_thread.run_sync(
+                partial(face.load if load else face.backup, **arguments, timeout=PATIENCE)  # type: ignore[arg-type]
+            )
+        return await (scheduler.load if load else scheduler.backup)(**arguments)  # type: ignore[arg-type]
+
     async def submit() -> None:
-        call = scheduler.load if load else scheduler.backup
         try:
             with anyio.CancelScope() as scope:
                 if draw.random() < 0.1:
                     scope.cancel()
-                transfer = await call(**player.arguments(own), **options)  # type: ignore[arg-type]
+                transfer = await call(**player.arguments(own), **options)
                 taken(player, draw, transfer, pairs, f"{word} {own} {options}")
         except (TimeoutError, offload.RequestError) as error:
             player.say(f"{word} {own} {options}: {error}")
@@ -169,7 +180,9 @@ async def _watch(
         await transfer
     for layer in layers:
         cells = [
-            cell for cell in _targets(player, copy, layer) if player.model.cells[cell].copy is copy
+            cell
+            for cell in _targets(player, copy, layer)
+            if player.model.cells[cell].copy is copy and not player.shared(cell)
         ]
         player.touch(reads=cells)
         player.look(f"after transfer {transfer.id} landed layer {layer}", cells)
