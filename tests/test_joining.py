@@ -184,7 +184,11 @@ async def test_compute_queued_between_two_loads_keeps_them_apart() -> None:
     async with sim_scheduler() as (scheduler, sim, device, host):
         lead = await scheduler.load(host_pages=[1], device_pages=[1])
         view = device.view("k", 0)
-        sim.compute(1e-3, lambda: view[1].zero_())
+
+        def wipe() -> None:
+            view[1].zero_()
+
+        sim.compute(1e-3, wipe)
         again = await scheduler.load(host_pages=[1], device_pages=[1], join=True)
         await sim.run_until_idle()
         await lead
