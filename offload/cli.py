@@ -26,11 +26,20 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("offload.demo.command", "serve a real model with its KV cache offloaded"),
     "report": ("offload.cli_report", "sum up a trace: stalls, bandwidth, layer by layer"),
     "timeline": ("offload.cli_timeline", "draw a trace as a picture"),
-    "merge": ("offload.cli_merge", "put two traces, such as torch.profiler's and ours, on one clock"),
+    "merge": (
+        "offload.cli_merge",
+        "put two traces, such as torch.profiler's and ours, on one clock",
+    ),
     "check": ("offload.cli_check", "say what readers of a trace would drop or refuse"),
     "view": ("offload.cli_view", "open a trace in Perfetto"),
 }
 """By command, its module and its line of help."""
+
+READERS = ("report", "timeline", "merge", "check")
+"""Commands that read a trace. It may be anybody's file."""
+
+MISREAD = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What reading raises on JSON with the right keys and the wrong things behind them."""
 
 REJECTED = 2
 """Exit code of a rejected pair and of bad arguments, as argparse has it."""
@@ -52,6 +61,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except (OffloadError, OSError) as error:
         print(f"offload {parsed.command}: {_told(error)}", file=sys.stderr)
+        return REJECTED
+    except MISREAD as error:
+        if parsed.command not in READERS:
+            raise
+        what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        print(
+            f"offload {parsed.command}: this is JSON, and not a trace that can be read ({what})",
+            file=sys.stderr,
+        )
         return REJECTED
     return code
 
