@@ -160,7 +160,8 @@ class Flight:
             self._issue_ns[layer] = (self._handed_ns, self.clock())
         self.events[layer] = event
         self.issued_layers = layer + 1
-        self.bell.ring()
+        if self.bell.waiting:
+            self.bell.ring()
         if self.issue_watched:
             self.report(self)
 
@@ -170,7 +171,8 @@ class Flight:
         nbytes, ops, transfers = self._copies.size(layer)
         self.counters.moved(start_ns, end_ns, nbytes, ops, transfers)  # before anybody can look
         self.landed_layers = layer + 1
-        self.bell.ring()
+        if self.bell.waiting:
+            self.bell.ring()
         if self.watched or layer + 1 == self.batch.last:
             self.report(self)
         tracer = self.tracer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from weakref import WeakKeyDictionary
 
 import attrs
 import torch
@@ -38,6 +39,11 @@ class Pool:
 
     pages: PageAllocator = attrs.field(init=False)
     """Hands out page ids. An engine with an allocator of its own leaves it alone."""
+
+    matches: WeakKeyDictionary[Pool, tuple[tuple[ComponentGeometry, ComponentGeometry], ...]] = (
+        attrs.field(init=False, factory=WeakKeyDictionary)
+    )
+    """By the other pool of a pair, which components go with which; found once."""
 
     _views: dict[tuple[str, int], torch.Tensor] = attrs.field(init=False, factory=dict)
     _flats: dict[tuple[str, int], torch.Tensor] = attrs.field(init=False, factory=dict)

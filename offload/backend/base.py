@@ -87,7 +87,9 @@ class PoolCopy:
     def of(cls, device: DevicePool, host: HostPool, direction: Direction, runs: Runs) -> PoolCopy:
         """Return the copy of `runs` between two pools."""
         load = direction is Direction.LOAD
-        pairs = matched(host.geometry, device.geometry)
+        pairs = host.matches.get(device)
+        if pairs is None:
+            pairs = host.matches[device] = matched(host.geometry, device.geometry)
         return cls(
             host if load else device,
             device if load else host,

@@ -179,6 +179,8 @@ class Queue:
 
     def head(self) -> Piece | None:
         """Return the most urgent piece, dropping those that were cancelled meanwhile."""
+        if not self._heaps:
+            return None
         best: tuple[float, int, Piece] | None = None
         for key in list(self._heaps):
             heap = self._heaps[key]

@@ -449,12 +449,17 @@ class Machine:
         return len(free) >= MAX_FLIGHTS and min(free) <= due
 
     def _flush(self) -> None:
-        heads = [(d, self._room(d)) for d in (Direction.LOAD, Direction.BACKUP)]
+        load, backup = self._room(Direction.LOAD), self._room(Direction.BACKUP)
+        if load is None or backup is None:
+            if load is not None or backup is not None:
+                self._issue(Direction.BACKUP if load is None else Direction.LOAD)
+            return
         # Loads first, but a backup that is due a patience earlier goes before them.
-        order = sorted((h for h in heads if h[1] is not None), key=_issue_order)
-        for direction, _ in order:
-            if self._room(direction) is not None:
-                self._issue(direction)
+        late = backup.request.due + PATIENCE < load.request.due
+        first, second = (backup, load) if late else (load, backup)
+        self._issue(first.request.direction)
+        if self._room(second.request.direction) is not None:
+            self._issue(second.request.direction)
 
     def _issue(self, direction: Direction) -> None:
         requests = self.limits.max_inflight_requests
@@ -650,12 +655,6 @@ class Machine:
         if state is None:
             raise InvalidTransitionError(event=word, state=owner.state, story=(repr(owner),))
         owner.state = state
-
-
-def _issue_order(head: tuple[Direction, Piece | None]) -> float:
-    direction, piece = head
-    assert piece is not None
-    return piece.request.due + (PATIENCE if direction is Direction.BACKUP else 0.0)
 
 
 def _refuse_shared(mine: Pages, theirs: Pages, stream: Piece) -> None:

@@ -25,6 +25,9 @@ Offsets = NDArray[np.int64]
 _STEP = (1 << 32) + 1  # both halves of a key grow by one
 
 
+_ONE = np.ones(1, np.int64)
+
+
 @attrs.frozen(eq=False)
 class Runs:
     """Pages that are neighbours on both sides, sorted by source, then destination."""
@@ -88,8 +91,8 @@ def coalesce(source: Pages, destination: Pages, scratch: Scratch | None = None) 
         destination: As many, distinct.
     """
     n = len(source)
-    if not n:
-        return Runs(source[:0], destination[:0], source[:0], 0)
+    if n < 2:
+        return Runs(source[:n], destination[:n], _ONE[:n], n)
     keys, steps = (scratch or Scratch()).take(n)
     np.left_shift(source, 32, out=keys)
     np.bitwise_or(keys, destination, out=keys)
