@@ -43,6 +43,11 @@ class Copies:
         """Return the copies of one model layer; none where no member has it."""
         prepared = self._prepared
         members, jobs = self._layers[layer]
+        if len(prepared) == 1 and jobs:  # a single pair of pools: the common case, once per layer
+            only = prepared[0]
+            assert only is not None
+            nbytes = (self._totals.get(members) or self._total(members))[0]
+            return LayerWork(((only, jobs[0][1]),), nbytes)
         ready = [
             (copies, pool_layer)
             for member, pool_layer in jobs

@@ -486,10 +486,11 @@ class Shell:
             if transfer is None:
                 continue
             transfer.fly(flight, piece)
+        stream.carry(flight)
+        for transfer in flight.transfers:  # counted while the stream plans already
             if not transfer.issued_ns:
                 transfer.issued_ns = now
                 counters.issue(transfer.nbytes, now - transfer.submitted_ns)
-        stream.carry(flight)
 
     def _settle(self, piece: Piece, state: State) -> None:
         transfer = self.transfers[piece.request.id]
