@@ -42,9 +42,7 @@ def adopt_host(
     return _read(spec, held, axes, order if isinstance(order, Layout) else None), held
 
 
-def _listed(
-    spec: PoolSpec, tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
-) -> Held:
+def _listed(spec: PoolSpec, tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> Held:
     """Return tensors and lists of tensors by name, and refuse everything else."""
     if not isinstance(tensors, Mapping):
         names = ", ".join(f"{part.name!r}: [...]" for part in spec.parts)

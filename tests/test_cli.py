@@ -135,3 +135,31 @@ def test_verdicts_hold_without_asserts() -> None:
     )
     assert run.returncode == 2
     assert run.stderr.startswith("io_backend 'direct' cannot load layout 'page_head' (mha): ")
+
+
+def test_auto_gives_the_reason_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where nothing copies a pair, `auto` says why, and which layouts it would copy."""
+    assert main(["explain", "--kind", "mla", "--layout", "page_head"]) == 2
+    assert capsys.readouterr().err == (
+        "io_backend 'auto' cannot load layout 'page_head' (mla): page_head splits token rows by head, "
+        "and an mla row has no heads. Keep 'auto' and use layout 'layer_first', 'page_first', "
+        "'page_first_direct' or 'page_first_kv_split'.\n"
+    )
+
+
+def test_a_bad_size_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """The command's name stands once in front, and sizes that were not given are not blamed."""
+    assert main([*EXPLAIN, "--layout", "page_head", "--dim", "-3"]) == 2
+    assert (
+        capsys.readouterr().err == "offload explain: kind 'mha': dim is -3, expected at least 1.\n"
+    )
+
+
+@pytest.mark.parametrize("command", ["check", "report", "timeline"])
+def test_a_missing_file_is_told_in_one_wording(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every command that reads a trace ends the same way when there is no such file."""
+    nothere = tmp_path / "nothere.json"
+    assert main([command, str(nothere)]) == 2
+    assert capsys.readouterr().err == f"offload {command}: {nothere}: no such file\n"

@@ -104,3 +104,34 @@ def test_a_wait_on_another_loop_is_refused(backend: str) -> None:
 
     anyio.run(body, backend=backend)
     assert "wait_layer" in str(caught[0])
+
+
+def test_a_single_layer_is_named_without_a_position() -> None:
+    """A layer that is out of range, or named where layers have no names, says what to pass."""
+
+    async def body() -> None:
+        device, host = pools()
+        async with offload.open_scheduler(device, host, driver=SimDriver()) as scheduler:
+            load = await scheduler.load(host_pages=[0], device_pages=[0])
+            with pytest.raises(offload.RequestError) as caught:
+                await load.layer(4)
+            assert str(caught.value) == "layer 4 is out of range. The pool has layers 0 to 1."
+            for call in (load.wait_layer, device.spec.layer_index):
+                with pytest.raises(offload.UnknownNameError) as unknown:
+                    call("model.layers.0")
+                assert str(unknown.value) == (
+                    "unknown layer 'model.layers.0'. Layers have no names here: use 0 to 1, or give "
+                    "layer_names=."
+                )
+
+    anyio.run(body)
+
+
+def test_a_member_that_is_not_there_is_told() -> None:
+    """Pages for a member of a group that has none of its own are refused with what it has."""
+    group = offload.PoolGroup(kv=offload.Pair(*pools()))
+    with pytest.raises(offload.UnknownNameError) as caught:
+        group.alloc("host", 1, {"x": 1})
+    assert str(caught.value) == (
+        "unknown member 'x'. The group has no member with pages of its own."
+    )

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from offload.core.axes import Axes
 from offload.core.geometry import matched
 from offload.core.kinds import Layout, PoolKind
 from offload.errors import GeometryError, RequestError, UnknownNameError
@@ -244,12 +245,12 @@ BAD_DEVICE = {
     "a component is missing": (
         {"k": [half(20, 7, 11)] * 3},
         None,
-        "components is k, expected k, v",
+        "components are k, expected k, v",
     ),
     "a layer is missing": (
         {"k": [half(20, 7, 11)] * 2, "v": [half(20, 7, 11)] * 3},
         None,
-        "tensors is 2, expected 3",
+        "tensors are 2, expected 3",
     ),
     "another dtype": (
         {"k": [torch.zeros(20, 7, 11)] * 3, "v": [half(20, 7, 11)] * 3},
@@ -259,12 +260,37 @@ BAD_DEVICE = {
     "another width": (
         {"k": [half(20, 7, 12)] * 3, "v": [half(20, 7, 11)] * 3},
         None,
-        "shape is \\(20, 7, 12\\)",
+        "\\(4 pages\\): shape is \\(20, 7, 12\\), expected \\(20, 7, 11\\)",
     ),
     "another number of pages": (
         {"k": [half(20, 7, 11)] * 3, "v": [half(25, 7, 11)] * 3},
         None,
         "shape is \\(25, 7, 11\\), expected \\(20, 7, 11\\)",
+    ),
+    "a width that fits another number of pages": (
+        {"k": [half(20, 7, 22)] * 3, "v": [half(20, 7, 11)] * 3},
+        None,
+        "\\(4 pages\\): shape is \\(20, 7, 22\\), expected \\(20, 7, 11\\)",
+    ),
+    "tokens that are no whole pages": (
+        {"k": [half(22, 7, 11)] * 3, "v": [half(22, 7, 11)] * 3},
+        None,
+        "array 'k' with axes 'pt h d': tokens are 22, expected a multiple of 5, the page size",
+    ),
+    "no whole pages and another width": (
+        {"k": [half(22, 7, 12)] * 3, "v": [half(22, 7, 12)] * 3},
+        None,
+        "shape is \\(22, 7, 12\\), expected \\(a multiple of 5, 7, 11\\)",
+    ),
+    "a numpy array": (
+        {"k": [np.zeros((20, 7, 11), np.float16)] * 3, "v": [half(20, 7, 11)] * 3},
+        None,
+        "array 'k': type is list with ndarray, expected a tensor or a list of tensors",
+    ),
+    "a list in place of a mapping": (
+        [half(20, 7, 11)] * 3,
+        None,
+        "adopted tensors: type is list, expected a mapping such as {'k': \\[...\\], 'v': \\[...\\]}",
     ),
     "layers that differ": (
         {"k": [half(20, 7, 11), half(15, 7, 11), half(20, 7, 11)], "v": [half(20, 7, 11)] * 3},
@@ -509,3 +535,25 @@ def test_each_pool_has_its_own_pages() -> None:
     """Every pool comes with an allocator of its pages."""
     host = HostPool.allocate(MLA, num_pages=8)
     assert sorted(host.pages.alloc(8).tolist()) == list(range(8))
+
+
+def test_a_host_pool_needs_an_order() -> None:
+    """Adopting without layout and axes says which of them to pass."""
+    held = HostPool.allocate(SYMMETRIC, num_pages=2, layout="page_first").tensors
+    with pytest.raises(GeometryError, match="order is not given, expected layout= or axes="):
+        HostPool.adopt(SYMMETRIC, held)
+
+
+@pytest.mark.parametrize(
+    ("axes", "said"),
+    [
+        ("p x h d", "letter 'x' is unknown, expected one of 'p l 2 t h d'"),
+        ("p t h", "letter 'd' is missing, expected once"),
+        ("p t t d", "letter 't' is there 2 times, expected once"),
+        ("", "letter 'p' is missing, expected once; letter 'd' is missing, expected once"),
+    ],
+)
+def test_wrong_axes_name_the_letter(axes: str, said: str) -> None:
+    """Axes that cannot be read name every letter that is wrong, and how."""
+    with pytest.raises(GeometryError, match=said):
+        Axes(axes)

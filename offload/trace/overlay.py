@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from offload.errors import RequestError
 from offload.trace import events
@@ -49,27 +50,23 @@ def merge_files(first: Path, second: Path, path: Path) -> Path:
         NotATrace: One is no trace in object form.
         RequestError: They are one file, or hold our lanes of the same rank.
     """
-    _check_apart(first, second)
-    shift_us = (origin_ns(second) - origin_ns(first)) / 1000
-    moved = (_moved(event, shift_us) for event in load(second)["traceEvents"])
-    return write(path, _pieces(first, moved))
-
-
-def _check_apart(first: Path, second: Path) -> None:
     if first.samefile(second):
         raise RequestError(f"{first} is merged with itself. Pass two traces.", value=second)
-    both = sorted({*ranks_of(load(first))} & {*ranks_of(load(second))})
+    kept, added = load(first), load(second)
+    both = sorted({*ranks_of(kept)} & {*ranks_of(added)})
     if both:
         raise RequestError(
             f"{first} and {second} both hold offload's lanes of {told(both)}. Pass traces of "
             "different ranks, or one of ours and a profile without our lanes.",
             value=second,
         )
+    shift_us = (origin_ns(added) - origin_ns(kept)) / 1000
+    moved = (_moved(event, shift_us) for event in added["traceEvents"])
+    return write(path, _pieces(first, moved))
 
 
-def origin_ns(path: Path) -> int:
-    """Return the wall-clock nanosecond that a file's `ts` counts from."""
-    trace = load(path)
+def origin_ns(trace: Mapping[str, Any]) -> int:
+    """Return the wall-clock nanosecond that a trace's `ts` counts from."""
     if "baseTimeNanoseconds" in trace:
         return int(trace["baseTimeNanoseconds"])
     return int((trace.get("metadata") or {}).get("offload.t0_unix_ns", 0))

@@ -285,3 +285,18 @@ def test_empty_page_arguments_are_legal() -> None:
     """An empty list, which numpy takes for floats, is an empty list of pages."""
     assert as_pages([], 4).dtype == np.int64
     assert as_pages(torch.zeros(0), 0).tolist() == []
+
+
+@pytest.mark.parametrize("name", ["set", "generator", "NoneType", "str", "int"])
+def test_what_is_no_list_of_pages_is_named(name: str) -> None:
+    """A type that has no order, or no pages, is named, with those that are taken."""
+    wrong: dict[str, object] = {
+        "set": {1},
+        "generator": (page for page in [1]),
+        "NoneType": None,
+        "str": "12",
+        "int": 1,
+    }
+    said = f"host pages are of type {name!r}. Pass a list, a range, a numpy array or an integer"
+    with pytest.raises(RequestError, match=said):
+        as_pages(wrong[name], 8, what="host page")  # type: ignore[arg-type]

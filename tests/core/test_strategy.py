@@ -221,7 +221,13 @@ def test_auto_says_when_nothing_copies() -> None:
     with pytest.raises(UnsupportedPairError) as caught:
         Table().choose(PoolKind.MLA, Direction.LOAD, host, device)
     assert caught.value.io_backend == AUTO
-    assert caught.value.pair == ("direct", "layer_first")
+    assert caught.value.reason == (
+        "page_head splits token rows by head, and an mla row has no heads"
+    )
+    assert (caught.value.layouts, caught.value.pair) == (
+        ("layer_first", "page_first", "page_first_direct", "page_first_kv_split"),
+        None,
+    )
 
 
 def test_registered_columns_decide_for_themselves() -> None:
@@ -232,3 +238,17 @@ def test_registered_columns_decide_for_themselves() -> None:
     assert table.resolve(*args, "mine", host, device) == "my_copies"
     with pytest.raises(UnsupportedPairError, match="'staged', 'cpu' or 'mine'; or keep"):
         table.resolve(*args, "direct", host, device)
+
+
+def test_auto_gives_every_reason_once() -> None:
+    """Where io backends refuse for reasons of their own, `auto` tells them all."""
+    parts = (Component("k", 4, 2, 1, 1),)
+    host, device = pair(PoolKind.MHA, Layout.PAGE_HEAD, parts)
+    with pytest.raises(UnsupportedPairError) as caught:
+        Table(on="cuda").choose(PoolKind.MHA, Direction.LOAD, host, device)
+    assert caught.value.reason == (
+        "a run is 1 byte, and 'kernel' moves words of at least 4; a run is 1 byte, and 'staged' moves "
+        "words of at least 4; one layer of one page is 8 runs of 1 byte, and 'memcpy_batch' takes at "
+        "most one run per token (4); 'cpu' copies between host tensors, and the device pool is on a "
+        "GPU; one layer of one page is 8 runs of 1 byte, and 'direct' copies one run"
+    )

@@ -80,8 +80,10 @@ def test_summary_is_short(path: Path) -> None:
 
 
 def test_command(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`check` exits 0 with a line for a good file, 1 with the problems for a bad one or a missing one."""
+    """`check` exits 0 with a line for a good file, and 1 with the problems of a bad one."""
     assert main(["check", str(path)]) == 0
     assert "nothing that a reader would drop" in capsys.readouterr().out
-    assert main(["check", str(path.with_name("none.json"))]) == 1
-    assert "cannot be read" in capsys.readouterr().err
+    bad = path.with_name("bad.json")
+    bad.write_text("{")
+    assert main(["check", str(bad)]) == 1
+    assert "is not a trace" in capsys.readouterr().err

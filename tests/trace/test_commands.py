@@ -11,8 +11,10 @@ from xml.etree import ElementTree
 
 import pytest
 
+import offload
 from offload.cli import main
 from offload.trace import picture, view
+from offload.trace.overlay import merge
 from offload.trace.read import load
 from tests.trace.story import Story, story_tracer
 
@@ -111,3 +113,48 @@ def test_view_serves_one_file(path: Path) -> None:
             server.shutdown()
             thread.join()
     assert view.link(path, 9001).endswith("#!/?url=http://127.0.0.1:9001/run.trace.json.gz")
+
+
+def test_timeline_writes_svg_alone(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Another suffix than .svg is refused in one line, and nothing is written."""
+    out = path.with_name("x.png")
+    assert main(["timeline", str(path), "-o", str(out)]) == 2
+    assert not out.exists()
+    err = capsys.readouterr().err
+    assert err == f"offload timeline: cannot write {out}: a picture ends in .svg.\n"
+
+
+@pytest.mark.parametrize("command", ["timeline", "merge"])
+def test_a_missing_folder_is_refused(
+    command: str, path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An output in a folder that does not exist is refused, and the folder is not made."""
+    out = path.with_name("nofolder") / ("o.svg" if command == "timeline" else "o.json")
+    files = [str(path)] * (1 if command == "timeline" else 2)
+    assert main([command, *files, "-o", str(out)]) == 2
+    assert not out.parent.exists()
+    err = capsys.readouterr().err
+    assert err == f"offload {command}: cannot write {out}: there is no folder {out.parent}.\n"
+
+
+def test_merge_refuses_a_rank_that_is_there(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A trace merged with itself, or with one that holds the same rank, would show everything twice."""
+    out = tmp_path / "both.json"
+    assert main(["merge", str(path), str(path), "-o", str(out)]) == 2
+    assert "is merged with itself" in capsys.readouterr().err
+    other = Story().run(1).export(tmp_path / "other.json")
+    assert main(["merge", str(path), str(other), "-o", str(out)]) == 2
+    assert "both hold offload's lanes of rank 0" in capsys.readouterr().err
+    with pytest.raises(offload.RequestError, match="already holds offload's lanes of rank 0"):
+        merge(Story().run(1).timeline(), path, out)
+    assert not out.exists()
+
+
+def test_a_rank_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--rank` of a trace that holds other ranks names them."""
+    path = Story(story_tracer(rank=3)).run(1).export(tmp_path / "r3.json")
+    assert main(["report", "--rank", "7", str(path)]) == 2
+    err = capsys.readouterr().err
+    assert err == f"offload report: {path} holds no lanes of rank 7. It holds rank 3.\n"
