@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import threading
 from types import TracebackType
 from typing import Self
@@ -11,6 +13,9 @@ import attrs
 
 from offload.scheduler import Scheduler
 from offload.threadface import ThreadFace
+
+EXIT_SECONDS = 1.0
+"""How long interpreter exit waits for a scheduler that nobody closed."""
 
 
 @attrs.define(eq=False, repr=False)
@@ -33,7 +38,13 @@ class BlockingScheduler(ThreadFace):
         face._ready.wait()
         if face._faults:
             raise face._faults[0]
+        atexit.register(face._close_at_exit)
         return face
+
+    def _close_at_exit(self) -> None:
+        """End the loop's thread before the interpreter does, which would end it inside a copy."""
+        with contextlib.suppress(BaseException):
+            self.close(timeout=EXIT_SECONDS)
 
     def _main(self) -> None:
         try:
@@ -69,6 +80,7 @@ class BlockingScheduler(ThreadFace):
             self._thread.join(timeout)
             if self._thread.is_alive():
                 raise TimeoutError(f"the scheduler was not closed within {timeout} s")
+        atexit.unregister(self._close_at_exit)
         if self._faults:
             raise self._faults[0]
 

@@ -80,9 +80,9 @@ class ThreadsDriver:
         self._lock = threading.Lock()
         self._streams: dict[str, ThreadStream] = {}
         self._caller = CallerStream()
-        self._closed = False
+        self._closed = threading.Event()
         # Runs when the driver is forgotten, or at interpreter exit, whichever comes first.
-        self._end = weakref.finalize(self, _end, self._streams)
+        self._end = weakref.finalize(self, _end, self._streams, self._lock, self._closed)
 
     @staticmethod
     def _check(cpus: Collection[int] | None) -> frozenset[int] | None:
@@ -113,7 +113,7 @@ class ThreadsDriver:
         if found is not None:
             return found
         with self._lock:
-            if self._closed:
+            if self._closed.is_set():
                 raise RequestError(f"cannot make stream {name!r}: the driver is closed")
             if name not in self._streams:
                 self._streams[name] = ThreadStream(name, self._rate, self._hooks, self._cpus)
@@ -153,8 +153,9 @@ class ThreadsDriver:
 
     def close(self) -> None:
         """End and join all threads. Any number of times; in a fork it only forgets them."""
-        self._closed = True
-        streams = list(self._streams.values())
+        with self._lock:
+            self._closed.set()
+            streams = list(self._streams.values())
         for stream in streams:
             stream.stop()
         for stream in streams:
@@ -162,10 +163,13 @@ class ThreadsDriver:
         self._end.detach()
 
 
-def _end(streams: dict[str, ThreadStream]) -> None:
-    """Stop workers that nobody closed, with patience that ends."""
-    for stream in list(streams.values()):
+def _end(streams: dict[str, ThreadStream], lock: threading.Lock, closed: threading.Event) -> None:
+    """Stop workers that nobody closed, with patience that ends; none starts any more."""
+    with lock:
+        closed.set()
+        left = list(streams.values())
+    for stream in left:
         stream.stop()
     deadline = time.perf_counter() + EXIT_SECONDS
-    for stream in list(streams.values()):
+    for stream in left:
         stream.join(max(0.0, deadline - time.perf_counter()))
