@@ -265,8 +265,11 @@ class Transfer:
     # Acting ------------------------------------------------------------------------------------------
 
     def cancel(self) -> None:
-        """Settle it as cancelled, at once. Copies already issued drain unseen; its pages stay locked so
-        long. Any thread, any time; nothing happens when it has settled."""
+        """Settle it as cancelled: at once on the loop's thread, else when the loop next runs.
+
+        Copies already issued drain unseen; its pages stay locked so long. Any thread, any time; nothing
+        happens when it has settled.
+        """
         self._shell.cancel(self)
 
     def layer_written(self, layer: int | str) -> None:
