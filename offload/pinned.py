@@ -31,7 +31,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from offload.driver.cuda_calls import CudaCalls, TorchCuda
+from offload.driver.cuda_calls import CudaCalls
+from offload.driver.cuda_torch import TorchCuda
 
 CHUNK = 64 << 30
 """Bytes of the largest registration: 512 GiB in one fails on driver r580 and later (vllm#51080)."""

@@ -27,9 +27,10 @@ import torch
 
 from offload.driver import foreign
 from offload.driver.base import Event, Flight, Stream
-from offload.driver.cuda_calls import CudaCalls, RawStream, TorchCuda
+from offload.driver.cuda_calls import CudaCalls, RawStream
 from offload.driver.cuda_event import CudaEvent, Hub, Waiter
 from offload.driver.cuda_stream import CudaStream
+from offload.driver.cuda_torch import TorchCuda
 from offload.errors import RequestError
 
 EXIT_SECONDS = 1.0

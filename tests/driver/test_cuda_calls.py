@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 import offload
-from offload.driver import cuda_calls
-from offload.driver.cuda_calls import CudaError, DriverLibrary, Words
+from offload.driver import cuda_calls, cuda_library
+from offload.driver.cuda_calls import CudaError, Words
+from offload.driver.cuda_library import DriverLibrary
 
 ROOT = Path(offload.__file__).parent
 QUESTION = "torch.cuda.is_available"
 """Pools may ask whether there is a GPU before anything is opened: it makes no context."""
-SEAM = ROOT / "driver" / "cuda_calls.py"
+SEAM = ROOT / "driver" / "cuda_torch.py"
 
 
 def names(path: Path) -> set[str]:
@@ -124,7 +125,7 @@ def test_the_batched_copy_is_asked_for_by_version_and_called_with_nine_arguments
     driver.copy_batch(words(1, 2), words(3, 1 << 40), words(5, 6), 77)
     stream_order = [1, 0, 0, 0, 0, 0]
     assert library.batches == [([1, 2], [3, 1 << 40], [5, 6], stream_order, 0, 1, 77)]
-    assert ctypes.sizeof(cuda_calls._CopyAttributes) == 24
+    assert ctypes.sizeof(cuda_library._CopyAttributes) == 24
 
 
 def test_a_driver_without_the_batched_copy_gets_one_call_per_range() -> None:
