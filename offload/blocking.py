@@ -31,6 +31,7 @@ class BlockingScheduler(ThreadFace):
     @classmethod
     def start(cls, scheduler: Scheduler) -> Self:
         """Start the loop thread; return when the scheduler is open on it."""
+        scheduler.shell.private = True
         face = cls(scheduler.shell)
         face._scheduler = scheduler
         face._thread = threading.Thread(target=face._main, name="offload-loop", daemon=True)

@@ -85,6 +85,9 @@ class Shell:
     fault: BaseException | None = None
     """Our own, to be raised where the scheduler is left."""
 
+    private: bool = False
+    """Whether nothing but this scheduler runs on its loop, so that a thread may wait for a turn."""
+
     lost: BaseException | None = None
     """What ended the device: nothing more is decided, and its pages stay claimed for ever."""
 
@@ -383,6 +386,15 @@ class Shell:
             flight.reported = True
             self._arrivals.append(flight)
             self.ask_for_turn()
+        if flight.over and self.dead:
+            self._strand()
+
+    def _strand(self) -> None:
+        """Stop what waits for a loop that has ended: nothing lets it go on, and its worker would stay."""
+        for flight in list(self._flights.values()):
+            if flight.limit < flight.batch.last:
+                flight.stopped = True
+                self.driver.stream(flight.batch.direction).kick()
 
     def ask_for_turn(self) -> bool:
         if not self._turn_due:

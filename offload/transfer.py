@@ -140,7 +140,7 @@ class Transfer:
         return self._settled().__await__()
 
     async def _settled(self) -> None:
-        await self._until(_SETTLED, lambda: self.done)
+        await self._until(_SETTLED, lambda: self._closed)
         self._raise_if_over()
 
     async def issued(self, layer: int | str | None = None) -> None:
@@ -228,8 +228,17 @@ class Transfer:
         self._block(lambda: self._released, "its pages", timeout, whatever=True)
 
     def result(self, timeout: float | None = None) -> None:
-        """Block this thread until it has settled. Raises as `wait_layer`, and what `await` raises."""
-        self._block(lambda: self.done, "it to settle", timeout, whatever=True)
+        """Block this thread until it has settled. Raises as `wait_layer`, and what `await` raises.
+
+        With `start_scheduler` its pages are free of traffic then, as after an `await`. On a loop of
+        yours, which may be busy, they are when the loop next runs: see `wait_source_reusable`.
+        """
+        shell = self._shell
+
+        def reached() -> bool:
+            return self._closed or (self.done and (not shell.private or shell.over))
+
+        self._block(reached, "it to settle", timeout, whatever=True)
         self._raise_if_over()
 
     def fence(self, layer: int | str) -> None:
@@ -315,6 +324,17 @@ class Transfer:
                 map(self._landed, range(self.num_layers))
             )
         return self._landed(self.num_layers - 1)
+
+    @property
+    def _closed(self) -> bool:
+        """Whether it failed or was cancelled; or it is done and its pages are free of traffic.
+
+        Threads see the last layer land before the loop gives the pages back. Who is told `done` may
+        free them and must find them free.
+        """
+        if self._outcome is State.DONE:
+            return self._released
+        return self._is_over()
 
     def _failure(self) -> Flight | None:
         """Return the flight that broke, if it carries this transfer alone: then nothing can mend it."""

@@ -8,11 +8,14 @@ import threading
 import weakref
 
 import anyio
+import anyio.lowlevel
 import numpy as np
 import pytest
 import torch
 
 import offload
+from offload.flight import Flight
+from offload.shell import Shell
 from offload.testing import Hooks, SimDriver
 
 SPEC = offload.PoolSpec.mha(
@@ -185,3 +188,64 @@ def test_threads_do_not_wait_for_a_scheduler_that_broke(monkeypatch: pytest.Monk
         scheduler.wait_idle(device_pages=[0], timeout=5.0)
     with pytest.raises(ZeroDivisionError):
         scheduler.close(timeout=5.0)
+
+
+def late_reports(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Hold back what streams report to the loop until the event is set: threads see landings first."""
+    gate, report = threading.Event(), Shell._report
+
+    def late(shell: Shell, flight: Flight) -> None:
+        assert gate.wait(5.0)
+        report(shell, flight)
+
+    monkeypatch.setattr(Shell, "_report", late)
+    return gate
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_an_awaited_transfer_has_given_its_pages_back(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pages freed after the `await` can be allocated at once, whoever saw the last byte land first."""
+    gate = late_reports(monkeypatch)
+
+    async def body() -> None:
+        device, host = pools()
+        async with (
+            offload.open_scheduler(device, host) as scheduler,
+            anyio.create_task_group() as tg,
+        ):
+            pages = device.pages.alloc(8)
+            transfer = await scheduler.backup(device_pages=pages, host_pages=range(8))
+            while not transfer.done:
+                await anyio.lowlevel.checkpoint()
+
+            async def waiter() -> None:
+                await transfer
+                device.pages.free(pages)
+                assert len(device.pages.alloc(8)) == 8
+
+            tg.start_soon(waiter)
+            try:
+                for _ in range(5):
+                    await anyio.lowlevel.checkpoint()
+            finally:
+                gate.set()
+
+    anyio.run(body, backend=backend)
+
+
+def test_a_result_means_that_the_pages_were_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages freed after `result()` can be allocated at once."""
+    gate = late_reports(monkeypatch)
+    device, host = pools()
+    with offload.start_scheduler(device, host) as scheduler:
+        pages = device.pages.alloc(8)
+        transfer = scheduler.backup(device_pages=pages, host_pages=range(8))
+        transfer.wait_layer(1, timeout=5.0)
+        with pytest.raises(TimeoutError):
+            transfer.result(timeout=0.0)
+        gate.set()
+        transfer.result(timeout=5.0)
+        device.pages.free(pages)
+        assert len(device.pages.alloc(8)) == 8
