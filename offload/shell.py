@@ -14,6 +14,7 @@ transfer as failed, closes the scheduler and is raised where it is left.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -108,6 +109,7 @@ class Shell:
     _failures: RateLimited = attrs.field(factory=RateLimited)
     _slow: RateLimited = attrs.field(factory=RateLimited)
     _changed: list[anyio.Event] = attrs.field(factory=list)
+    _burial: threading.Lock = attrs.field(factory=threading.Lock)
 
     def __attrs_post_init__(self) -> None:
         tables = tuple(
@@ -148,6 +150,9 @@ class Shell:
         """
         pools = [pool for member in self.group.members for pool in (member.device, member.host)]
         for pool in pools:
+            before = pool.pages.table.owner
+            if owner is not None and isinstance(before, Shell) and before.dead:
+                before.bury()
             if owner is not None and pool.pages.table.owner is not None:
                 raise RequestError(
                     f"{pool!r} belongs to a scheduler that is open. Close that one first, or give "
@@ -387,14 +392,20 @@ class Shell:
             self._arrivals.append(flight)
             self.ask_for_turn()
         if flight.over and self.dead:
-            self._strand()
+            self.bury()
 
-    def _strand(self) -> None:
-        """Stop what waits for a loop that has ended: nothing lets it go on, and its worker would stay."""
-        for flight in list(self._flights.values()):
-            if flight.limit < flight.batch.last:
+    def bury(self) -> None:
+        """After the loop's end, let go of the pools as soon as nothing moves any more. Any thread."""
+        still = [flight for flight in self._flights.values() if not flight.over]
+        for flight in still:
+            if flight.limit < flight.batch.last:  # nobody will let it go on
                 flight.stopped = True
                 self.driver.stream(flight.batch.direction).kick()
+        if not still:
+            with self._burial:
+                self.machine.forget()
+                if any(table.owner is self for pair in self.machine.tables for table in pair):
+                    self.take_pools(None)
 
     def ask_for_turn(self) -> bool:
         if not self._turn_due:

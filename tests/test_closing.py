@@ -283,7 +283,7 @@ async def test_leaving_waits_for_the_worker() -> None:
 
 @pytest.mark.parametrize("loop", ["asyncio", "trio", "uvloop"])
 def test_a_loop_that_ends_under_a_copy_says_nothing(loop: str) -> None:
-    """A scheduler that nobody left, its loop gone under a copy: threads hear it, and nothing is logged."""
+    """A scheduler that nobody left, its loop gone under a copy: threads hear it, and its pools are free."""
     hooks = Hooks()
     gate = hooks.gate(layer=1)
     device, host = pools()
@@ -297,14 +297,34 @@ def test_a_loop_that_ends_under_a_copy_says_nothing(loop: str) -> None:
         )
         await loads[0].layer(0)
 
+    async def once() -> None:
+        async with offload.open_scheduler(device, host) as scheduler:
+            await (await scheduler.load(host_pages=[0], device_pages=[0]))
+
+    pages = host.pages.alloc(16)
+    before = set(threading.enumerate())
     run(body, loop)
+    host.pages.free(pages)
+    assert host.pages.num_free == 15
     loads[0].wait_layer(0)
     for load in loads:
         with pytest.raises(offload.TransferFailed, match="event loop of its scheduler has ended"):
             load.result(timeout=5.0)
     gate.open()
     loads.clear()
-    gc.collect()
+    del load
+    workers = set(threading.enumerate()) - before
+    assert len(workers) == 1
+    for _ in range(20):  # forgotten, it takes its worker along
+        gc.collect()
+        hooks.ops.clear()  # they know the flights
+        for worker in workers:
+            worker.join(0.1)
+        if not any(worker.is_alive() for worker in workers):
+            break
+    assert not any(worker.is_alive() for worker in workers)
+    assert host.pages.num_free == 16
+    run(once, loop)
 
 
 PRELUDE = """

@@ -259,6 +259,11 @@ class Machine:
         """Return the requests that have not settled."""
         return [p for p in self._pieces.values() if p.parent is None and p.state in _OPEN]
 
+    def forget(self) -> None:
+        """Release the claims of everything. For the end: nothing moves, and no event comes any more."""
+        while self._pieces:
+            self._release(self._pieces.popitem()[1])
+
     def pending(self) -> bool:
         """Return whether any page is still claimed, or a batch still in the air."""
         return bool(self._pieces or self._batches)
