@@ -182,13 +182,19 @@ class PoolGroup:
         return sum(len(part.host_pages) * each[part.member] for part in parts)
 
     def alloc(
-        self, side: Literal["host", "device"], n: int, members: Mapping[str, int] | None = None
+        self,
+        side: Literal["host", "device"],
+        n: int,
+        members: Mapping[str, int] | None = None,
+        *,
+        contiguous: bool = False,
     ) -> GroupPages:
         """Take pages on one side of every member, all or nothing.
 
         Args:
             n: Pages of the anchor. Members that follow it use the same ids, and take none.
             members: How many pages of each member that has its own; one that is left out takes none.
+            contiguous: In each pool, only ids `p, p + 1, ...` will do.
 
         Raises:
             OutOfPagesError: A pool has too few; names its member. No page was taken.
@@ -202,7 +208,8 @@ class PoolGroup:
             [
                 (name, self._allocator(side, name), number)
                 for name, number in zip(names, numbers, strict=True)
-            ]
+            ],
+            contiguous=contiguous,
         )
         return GroupPages(anchor, dict(zip(self._own, own, strict=True)))
 

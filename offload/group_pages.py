@@ -39,8 +39,8 @@ Wanted = Sequence[tuple[str, PageAllocator, int]]
 Held = Sequence[tuple[PageAllocator, Pages]]
 
 
-def take_all(wanted: Wanted) -> list[Pages]:
-    """Take so many pages of each allocator.
+def take_all(wanted: Wanted, *, contiguous: bool = False) -> list[Pages]:
+    """Take so many pages of each allocator, in one run each if `contiguous`.
 
     Raises:
         OutOfPagesError: One has too few; names its member. None was taken.
@@ -50,7 +50,7 @@ def take_all(wanted: Wanted) -> list[Pages]:
         try:
             for name, allocator, count in wanted:
                 with _naming(name):
-                    taken.append((allocator, allocator.alloc(count)))
+                    taken.append((allocator, allocator.alloc(count, contiguous=contiguous)))
         except Exception:
             for allocator, pages in taken:
                 allocator.free(pages)

@@ -386,6 +386,21 @@ def test_allocation_over_a_group_is_all_or_nothing(side: Literal["host", "device
             wrong()
 
 
+def test_contiguous_allocation_over_a_group_takes_one_run_from_each_pool() -> None:
+    """Free pages that do not lie together will not do, in whichever pool; none is taken then."""
+    group = window("page_first")
+    full, swa = (member.device.pages for member in group.members)
+    swa.alloc(swa.num_pages)
+    swa.free([1, 4, 5, 7])
+    held = group.alloc("device", 3, {"swa": 2}, contiguous=True)
+    assert np.diff(held.anchor).tolist() == [1, 1]
+    assert held.own["swa"].tolist() == [4, 5]
+    most = full.num_free
+    with pytest.raises(offload.OutOfPagesError, match="pool 'swa'") as caught:
+        group.alloc("device", 3, {"swa": 2}, contiguous=True)
+    assert (caught.value.contiguous, full.num_free) == (True, most)
+
+
 @on_both
 async def test_allocated_pages_go_straight_into_a_request() -> None:
     """What `alloc` returns for both sides names the pages of a request; freed while moving, they wait."""
