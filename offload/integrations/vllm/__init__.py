@@ -1,0 +1,32 @@
+"""A KV connector for vLLM: prefixes come back from host memory layer by layer, under the running forward.
+
+`kv_connector="OffloadConnector"` with `kv_connector_module_path="offload.integrations.vllm"` loads
+`connector.py`.
+
+vLLM runs a connector twice: a scheduler side that decides (`scheduler_side.py`, over `plan.py` and
+`index.py`) and one worker side per rank that copies (`worker.py`, over `adopt.py`). They may be processes
+apart. What crosses is in `messages.py`: a `StepPlan` per step one way, the outcomes of its jobs the other.
+
+Only `connector.py`, `checks.py`, `stats.py` and `wire.py` import vLLM.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from offload.integrations.vllm.connector import OffloadConnector
+
+_HOMES = {
+    "OffloadConnector": "offload.integrations.vllm.connector",
+}
+
+__all__ = ["OffloadConnector"]
+
+
+def __getattr__(name: str) -> object:
+    """Import a class when it is asked for: the pure parts work without vLLM."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,99 @@
+"""What this connector cannot carry, refused before serving starts: one error each, saying what to set."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+from offload import RequestError
+from offload.integrations.vllm.settings import Settings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
+
+_NO_DRAFT_KV = frozenset({"ngram", "ngram_gpu", "suffix"})
+"""Speculative methods whose drafts leave nothing in the KV cache."""
+
+
+def check(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Settings:
+    """Return the settings, if this model and configuration can be carried.
+
+    Raises:
+        RequestError: They cannot. Says what to set.
+        UnknownNameError: A key of `kv_connector_extra_config` is unknown.
+    """
+    transfer = vllm_config.kv_transfer_config
+    settings = Settings.read(transfer.kv_connector_extra_config or {})
+    if transfer.kv_role != "kv_both":
+        raise RequestError(
+            f"OffloadConnector has kv_role={transfer.kv_role!r}, and it stores and loads for one engine. "
+            "Set kv_role='kv_both'."
+        )
+    _check_parallel(vllm_config)
+    _check_drafts(vllm_config)
+    _check_groups(kv_cache_config)
+    return settings
+
+
+def memory_bytes() -> int:
+    """Return how much memory this machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _check_parallel(vllm_config: VllmConfig) -> None:
+    parallel = vllm_config.parallel_config
+    for name, flag in (
+        ("decode_context_parallel_size", "--decode-context-parallel-size"),
+        ("prefill_context_parallel_size", "--prefill-context-parallel-size"),
+    ):
+        size = getattr(parallel, name, 1)
+        if size > 1:
+            raise RequestError(
+                f"OffloadConnector does not carry context parallelism, and {name} is {size}: a block's "
+                f"tokens lie on several ranks. Leave out {flag}, or use tensor parallelism."
+            )
+    if getattr(parallel, "enable_dbo", False):
+        raise RequestError(
+            "OffloadConnector does not carry dual batch overlap: two threads write a layer in turns, and a "
+            "store would start after the first. Leave out --enable-dbo."
+        )
+
+
+def _check_drafts(vllm_config: VllmConfig) -> None:
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method not in _NO_DRAFT_KV:
+        raise RequestError(
+            f"OffloadConnector does not carry speculative decoding by {speculative.method!r}: the draft's KV "
+            "of a block depends on the token after it. Use method 'ngram', or leave out "
+            "--speculative-config."
+        )
+
+
+def _check_groups(kv_cache_config: KVCacheConfig) -> None:
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups) or "none"
+        raise RequestError(
+            f"OffloadConnector carries one group of KV caches, and this model has {len(groups)} "
+            f"({kinds}). Set --disable-hybrid-kv-cache-manager, which keeps sliding-window layers whole; "
+            "models with recurrent layers need it on, and cannot be offloaded."
+        )
+    for spec in _layer_specs(groups[0].kv_cache_spec):
+        if not isinstance(spec, (FullAttentionSpec, SlidingWindowSpec)):
+            raise RequestError(
+                f"OffloadConnector carries full, sliding-window and latent attention, and this model's KV "
+                f"cache is a {type(spec).__name__}. Leave out the connector for this model."
+            )
+
+
+def _layer_specs(spec: KVCacheSpec) -> list[KVCacheSpec]:
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return list(spec.kv_cache_specs.values())
+    return [spec]

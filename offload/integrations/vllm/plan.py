@@ -1,0 +1,293 @@
+"""The scheduler side's decisions: what a step loads and stores, and what outcomes mean. Pure.
+
+Three rules keep blocks whole:
+
+1. A block with a job under way is held, whatever its request does: preempted, aborted or finished. Its
+   hold ends when every rank has said that the job has ended.
+2. A stored block is offered to others only after that, and never when a load failed meanwhile: what a
+   forward computed over missing bytes must not be found under a good hash.
+3. A block is known by its hash, so it is final: the hash exists only once all its tokens do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal, Protocol
+
+import attrs
+
+from offload.integrations.vllm.index import HostIndex
+from offload.integrations.vllm.messages import MAX_NAMES, Job, Outcomes, StepPlan
+
+
+class Asking(Protocol):
+    """A request, as vLLM's scheduler knows it."""
+
+    @property
+    def request_id(self) -> str:
+        """vLLM's id."""
+
+    @property
+    def block_hashes(self) -> Sequence[bytes]:
+        """One for each full block of tokens that are known."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are known: prompt and output."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Those of the prompt."""
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens whose KV is there before this step."""
+
+
+class Holds(Protocol):
+    """vLLM's block pool: a held block is not handed out."""
+
+    def hold(self, blocks: Sequence[int]) -> None:
+        """Keep blocks from being reused."""
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Take back one hold of each."""
+
+    def alone(self, blocks: Iterable[int]) -> bool:
+        """Return whether one of these would be free but for our hold."""
+
+
+@attrs.define(eq=False)
+class _Followed:
+    """A request that was admitted and has not finished."""
+
+    request: Asking
+    decided: int = 0
+    """Blocks, from the first, about whose store was decided."""
+
+
+@attrs.define(eq=False)
+class _Open:
+    """A job that some rank has not ended yet."""
+
+    job: Job
+    keys: tuple[bytes, ...]
+    store: bool
+    missing: int
+    """Ranks that have said nothing yet."""
+    good: bool = True
+
+
+@attrs.define(eq=False)
+class _Draft:
+    """A job in the making."""
+
+    device_pages: list[int] = attrs.field(factory=list)
+    host_pages: list[int] = attrs.field(factory=list)
+    keys: list[bytes] = attrs.field(factory=list)
+    requests: list[str] = attrs.field(factory=list)
+
+    def add(
+        self, request: str, device: Sequence[int], host: Sequence[int], keys: Sequence[bytes]
+    ) -> None:
+        self.device_pages += device
+        self.host_pages += host
+        self.keys += keys
+        self.requests.append(request)
+
+    def job(self, number: int) -> Job:
+        return Job(
+            number,
+            tuple(self.device_pages),
+            tuple(self.host_pages),
+            tuple(self.requests[:MAX_NAMES]),
+            len(self.requests),
+        )
+
+
+@attrs.define
+class Tally:
+    """What was decided since it was last taken."""
+
+    loaded_blocks: int = 0
+    stored_blocks: int = 0
+    """Stores that were begun."""
+    no_room_blocks: int = 0
+    """Blocks that were not stored because every host page was busy."""
+    tainted_blocks: int = 0
+    """Stored blocks that were thrown away because a load had failed."""
+
+
+@attrs.define(eq=False)
+class Planner:
+    """Decides; told of requests by vLLM's scheduler, of outcomes by the workers."""
+
+    index: HostIndex
+    holds: Holds
+    block_size: int
+    """Tokens per block."""
+    num_ranks: int = 1
+    store: Literal["all", "prompt", "none"] = "all"
+    """Which full blocks are backed up."""
+    null_block: int = 0
+    """The id that stands for a block that a sliding window has left."""
+    tally: Tally = attrs.field(init=False, factory=Tally)
+
+    _asked: dict[str, int] = attrs.field(init=False, factory=dict)
+    _followed: dict[str, _Followed] = attrs.field(init=False, factory=dict)
+    _open: dict[int, _Open] = attrs.field(init=False, factory=dict)
+    _loads: _Draft = attrs.field(init=False, factory=_Draft)
+    _next: int = attrs.field(init=False, default=0)
+
+    # What vLLM's scheduler asks ------------------------------------------------------------------------
+
+    def matched(self, request: Asking, num_computed_tokens: int) -> int:
+        """Return how many tokens beyond those computed the host has. Changes nothing that others see.
+
+        The last token is always left to compute: a forward needs one.
+        """
+        self._asked[request.request_id] = num_computed_tokens
+        if num_computed_tokens % self.block_size:
+            return 0
+        first = num_computed_tokens // self.block_size
+        last = (request.num_tokens - 1) // self.block_size
+        if last <= first:
+            return 0
+        return self.index.match(request.block_hashes[first:last]) * self.block_size
+
+    def admitted(self, request: Asking, blocks: Sequence[int], num_external_tokens: int) -> None:
+        """Take a request that got its blocks, and note the load that it was promised."""
+        self._followed[request.request_id] = _Followed(request)
+        computed = self._asked.pop(request.request_id, 0)
+        if not num_external_tokens:
+            return
+        first = computed // self.block_size
+        end = first + -(-num_external_tokens // self.block_size)
+        wanted = [i for i in range(first, end) if blocks[i] != self.null_block]
+        keys = [request.block_hashes[i] for i in wanted]
+        device = [blocks[i] for i in wanted]
+        self.index.touch(request.block_hashes[:end])
+        host = self.index.read(keys)
+        self.holds.hold(device)
+        self._loads.add(request.request_id, device, host, keys)
+        self.tally.loaded_blocks += len(device)
+
+    def plan(
+        self,
+        num_scheduled_tokens: Mapping[str, int],
+        blocks_of: Callable[[str], Sequence[int] | None],
+    ) -> StepPlan:
+        """Return what this step moves.
+
+        Args:
+            num_scheduled_tokens: By request, the tokens that its forward computes now.
+            blocks_of: The block table of a request; asked only where there is something to store.
+        """
+        loads, self._loads = self._loads, _Draft()
+        stores = _Draft()
+        for name, count in num_scheduled_tokens.items():
+            followed = self._followed.get(name)
+            if followed is not None:
+                self._store(followed, count, blocks_of, stores)
+        return StepPlan(self._begin(loads, store=False), self._begin(stores, store=True))
+
+    def finished(self, request_id: str) -> None:
+        """Forget a request. What it holds for jobs under way stays held."""
+        self._asked.pop(request_id, None)
+        self._followed.pop(request_id, None)
+
+    def clear(self) -> None:
+        """Forget what the host has, and store everything anew."""
+        self.index.clear()
+        self._look_again()
+
+    @property
+    def busy(self) -> bool:
+        """Whether some job has not ended."""
+        return bool(self._open)
+
+    @property
+    def frees_blocks(self) -> bool:
+        """Whether the end of a job gives vLLM a block back."""
+        return any(self.holds.alone(each.job.device_pages) for each in self._open.values())
+
+    # What the workers say --------------------------------------------------------------------------------
+
+    def heard(self, outcomes: Outcomes, *, bad_blocks: bool = False) -> None:
+        """Take outcomes of some ranks.
+
+        Args:
+            bad_blocks: Whether any connector reported blocks that were not loaded.
+        """
+        if bad_blocks or any(not self._open[n].store for n in outcomes.failed if n in self._open):
+            self._taint()
+        for number, count in outcomes.failed.items():
+            self._ended(number, count, good=False)
+        for number, count in outcomes.landed.items():
+            self._ended(number, count, good=True)
+
+    # Inside ----------------------------------------------------------------------------------------------
+
+    def _store(
+        self,
+        followed: _Followed,
+        count: int,
+        blocks_of: Callable[[str], Sequence[int] | None],
+        stores: _Draft,
+    ) -> None:
+        request = followed.request
+        hashes = request.block_hashes
+        full = min(self._storable(request, count) // self.block_size, len(hashes))
+        first, followed.decided = followed.decided, max(full, followed.decided)
+        new = [i for i in range(first, full) if hashes[i] not in self.index]
+        blocks = blocks_of(request.request_id) if new else None
+        if blocks is None:
+            return
+        new = [i for i in new if blocks[i] != self.null_block]
+        self.index.touch(hashes[:full])
+        host = self.index.write([hashes[i] for i in new], keep=hashes[:full])
+        self.tally.no_room_blocks += len(new) - len(host)
+        new = new[: len(host)]
+        if not new:
+            return
+        device = [blocks[i] for i in new]
+        self.holds.hold(device)
+        stores.add(request.request_id, device, host, [hashes[i] for i in new])
+        self.tally.stored_blocks += len(device)
+
+    def _storable(self, request: Asking, count: int) -> int:
+        """Return how many tokens, from the first, may be stored when this step's forward is over."""
+        if self.store == "none":
+            return 0
+        computed = request.num_computed_tokens + count
+        return min(computed, request.num_prompt_tokens) if self.store == "prompt" else computed
+
+    def _begin(self, draft: _Draft, *, store: bool) -> Job | None:
+        if not draft.device_pages:
+            return None
+        job = draft.job(self._next)
+        self._next += 1
+        self._open[job.number] = _Open(job, tuple(draft.keys), store, self.num_ranks)
+        return job
+
+    def _ended(self, number: int, ranks: int, *, good: bool) -> None:
+        opened = self._open[number]
+        opened.missing -= ranks
+        opened.good = opened.good and good
+        if opened.missing > 0:
+            return
+        del self._open[number]
+        self.index.done(opened.keys, opened.job.host_pages, keep=opened.good)
+        self.holds.release(opened.job.device_pages)
+
+    def _taint(self) -> None:
+        """Trust no store that is under way: its forward may have read what was not loaded."""
+        for opened in self._open.values():
+            if opened.store and opened.good:
+                opened.good = False
+                self.tally.tainted_blocks += len(opened.keys)
+        self._look_again()
+
+    def _look_again(self) -> None:
+        for followed in self._followed.values():
+            followed.decided = 0
