@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import attrs
+
+import offload
 
 BLOCK = 32
 """Tokens of a page: the smallest block that attention on the CPU takes."""
@@ -70,9 +73,15 @@ class Engine:
         outputs = self.llm.generate(inputs, self.parameters(count), use_tqdm=False)
         return [answer(output) for output in outputs]
 
-    def forget(self) -> None:
-        """Drop vLLM's own prefix cache, and nothing of a connector's."""
-        assert self.llm.reset_prefix_cache(), "blocks are still in use"
+    def forget(self, *, connector: bool = False) -> None:
+        """Drop vLLM's own prefix cache; with `connector=True` also what a connector keeps.
+
+        Blocks that are still being stored are in use; an engine hears of the end of a store when it steps.
+        """
+        until = time.monotonic() + 30
+        while not self.llm.reset_prefix_cache(reset_connector=connector):
+            assert time.monotonic() < until, "blocks are still in use"
+            self.ask([[1]], count=1)
 
     def parameters(self, count: int) -> Any:
         """Return vLLM's parameters of a greedy request for so many tokens."""
@@ -106,6 +115,11 @@ class Engine:
         """Abort requests."""
         self.llm.llm_engine.abort_request(list(names))
 
+    def abort_in_step(self, name: str) -> None:
+        """Abort a request from under a forward: the core takes it when the step's model has run."""
+        processor, core = self.llm.llm_engine.output_processor, self.llm.llm_engine.engine_core
+        core.engine_core.aborts_queue.put_nowait(processor.abort_requests([name], internal=False))
+
     @property
     def scheduler(self) -> Any:
         """vLLM's scheduler; only where the engine's core runs in this process."""
@@ -117,6 +131,46 @@ class Engine:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         return get_kv_transfer_group()
+
+    def host_pools(self) -> list[offload.HostPool]:
+        """Return the host memory of our connector."""
+        return [member.host for member in self.connector.worker.scheduler.group.members]
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks of vLLM's pool that no request and no copy uses."""
+        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    @contextmanager
+    def after_each_layer(self, heard: Callable[[int], object]) -> Iterator[None]:
+        """Call `heard(layer)` whenever a layer of the model has run."""
+        core = self.llm.llm_engine.engine_core.engine_core
+        runner = core.model_executor.driver_worker.worker.model_runner
+        handles = [
+            layer.register_forward_hook(lambda *_, number=number: heard(number) and None)
+            for number, layer in enumerate(runner.model.model.layers)
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def preemptions(self) -> Iterator[list[str]]:
+        """Collect the names of requests that are preempted meanwhile."""
+        scheduler, names = self.scheduler, []
+        original = scheduler._preempt_request
+
+        def preempt(request: Any, *rest: Any, **more: Any) -> None:
+            names.append(request.request_id)
+            original(request, *rest, **more)
+
+        scheduler._preempt_request = preempt
+        try:
+            yield names
+        finally:
+            del scheduler._preempt_request
 
 
 def answer(output: Any) -> Answer:
@@ -169,7 +223,11 @@ def engine(
     }
     with environment(own), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        made = Engine(_start(model, connector, {"dtype": dtype} | settings))
+        try:
+            made = Engine(_start(model, connector, {"dtype": dtype} | settings))
+        except BaseException:
+            _clean_up()
+            raise
         try:
             yield made
         finally:
@@ -195,3 +253,12 @@ def _start(model: Path, connector: Mapping[str, Any] | None, settings: Mapping[s
     if connector is not None:
         smallest["kv_transfer_config"] = KVTransferConfig(**connector)
     return LLM(str(model), **(smallest | dict(settings)))
+
+
+def _clean_up() -> None:
+    """Take down what an engine that did not start has left in this process."""
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    ensure_kv_transfer_shutdown()
+    cleanup_dist_env_and_memory()
