@@ -16,6 +16,8 @@ from offload.trace import Tracer
 from offload.trace.forward import ForwardTrace
 from offload.transfer import Transfer
 
+__all__ = ["Attachment", "ForwardTrace", "attach"]
+
 _Hook: TypeAlias = Callable[..., None]
 
 

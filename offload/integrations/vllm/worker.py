@@ -27,6 +27,7 @@ from offload import (
     Tracer,
     Transfer,
     TransferFailed,
+    layerwise,
     start_scheduler,
 )
 from offload.integrations.vllm.adopt import Adopted
@@ -78,7 +79,7 @@ class Moved:
     failed_loads: int = 0
     failed_stores: int = 0
     waits: int = 0
-    """Layers whose forward had to wait for their load."""
+    """Layers whose forward had to wait for a load."""
     wait_s: float = 0.0
 
 
@@ -95,7 +96,7 @@ class WorkerSide:
     _layer_of: Mapping[str, int] = attrs.field(init=False, factory=dict)
     _num_layers: int = attrs.field(init=False, default=0)
     _block_bytes: int = attrs.field(init=False, default=0)
-    _fences: bool = attrs.field(init=False, default=False)
+    _forward: layerwise.ForwardTrace | None = attrs.field(init=False, default=None)
     _plan: StepPlan = attrs.field(init=False, factory=StepPlan)
     _loads: list[_Moving] = attrs.field(init=False, factory=list)
     _stores: list[_Moving] = attrs.field(init=False, factory=list)
@@ -120,7 +121,6 @@ class WorkerSide:
         side._layer_of = adopted.layer_of
         side._num_layers = adopted.num_layers
         side._block_bytes = adopted.block_bytes
-        side._fences = adopted.device.type == "cuda"
         side.scheduler = start_scheduler(
             adopted.backed(num_host_blocks),
             io_backend=settings.io_backend,
@@ -135,6 +135,8 @@ class WorkerSide:
         """Take a step's plan. Its store is submitted now: nothing of it moves before a layer is written."""
         self._abandon()
         self._plan = plan
+        if self.tracer is not None and self.tracer.active:
+            self._forward = layerwise.ForwardTrace(self.tracer)
         if plan.store is not None:
             self._store = self._submit(plan.store, store=True)
             self._store.unwritten.update(range(self._num_layers))
@@ -148,25 +150,33 @@ class WorkerSide:
 
     def before(self, name: str) -> None:
         """Wait until a layer of every load has landed; on a GPU, have the stream wait."""
-        if not self._loads:
-            return
         layer = self._layer_of.get(name)
         if layer is None:
             return
+        if self._forward is not None:
+            self._forward.arrive(layer)
         for load in self._loads:
             if not load.broken and load.transfer is not None:
                 self._wait(load, load.transfer, layer)
 
     def after(self, name: str) -> None:
         """Start a layer's store: the forward has written it. The first time counts."""
-        store = self._store
         layer = self._layer_of.get(name)
-        if store is None or layer not in store.unwritten:
+        if layer is None:
             return
-        self._written(store, layer)
+        if self._forward is not None:
+            self._forward.leave(
+                layer, tuple(load.transfer.id for load in self._loads if load.transfer)
+            )
+        store = self._store
+        if store is not None and layer in store.unwritten:
+            self._written(store, layer)
 
     def end(self) -> None:
         """Start the store of layers that the forward passed without a hook. Waits for nothing."""
+        if self._forward is not None:
+            self._forward.close()
+            self._forward = None
         store, self._store = self._store, None
         if store is not None:
             for layer in sorted(store.unwritten):
@@ -241,14 +251,13 @@ class WorkerSide:
     def _wait(self, load: _Moving, transfer: Transfer, layer: int) -> None:
         start = time.perf_counter()
         try:
-            if self._fences:
-                transfer.fence(layer)
-            else:
-                transfer.wait_layer(layer, self.settings.timeout_s + _SLACK_S)
+            began = transfer.fence_quietly(layer, self.settings.timeout_s + _SLACK_S)
         except (TransferFailed, TimeoutError):
             _LOG.exception("load %d broke; its blocks are computed again", load.job.number)
             load.broken = True
-        self.moved.waits += 1
+        else:
+            transfer.note(layer, began, self._forward)
+            self.moved.waits += began != 0
         self.moved.wait_s += time.perf_counter() - start
 
     def _written(self, store: _Moving, layer: int) -> None:
@@ -258,6 +267,9 @@ class WorkerSide:
 
     def _abandon(self) -> None:
         """Cancel a store whose forward ended without `end`."""
+        if self._forward is not None:
+            self._forward.close()
+            self._forward = None
         store, self._store = self._store, None
         if store is not None and store.transfer is not None:
             store.broken = True
