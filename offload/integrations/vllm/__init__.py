@@ -1,13 +1,14 @@
 """A KV connector for vLLM: prefixes come back from host memory layer by layer, under the running forward.
 
 `kv_connector="OffloadConnector"` with `kv_connector_module_path="offload.integrations.vllm"` loads
-`connector.py`.
+`connector.py`; `spec_name="OffloadSpec"` with `spec_module_path="offload.integrations.vllm"` loads `spec.py`,
+which puts our copies under vLLM's own scheduling of whole loads.
 
 vLLM runs a connector twice: a scheduler side that decides (`scheduler_side.py`, over `plan.py` and
 `index.py`) and one worker side per rank that copies (`worker.py`, over `adopt.py`). They may be processes
 apart. What crosses is in `messages.py`: a `StepPlan` per step one way, the outcomes of its jobs the other.
 
-Only `connector.py`, `checks.py`, `stats.py` and `wire.py` import vLLM.
+Only `connector.py`, `spec.py`, `checks.py`, `stats.py` and `wire.py` import vLLM.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from offload.integrations.vllm.connector import OffloadConnector
+    from offload.integrations.vllm.spec import OffloadSpec
 
 _HOMES = {
     "OffloadConnector": "offload.integrations.vllm.connector",
+    "OffloadSpec": "offload.integrations.vllm.spec",
 }
 
-__all__ = ["OffloadConnector"]
+__all__ = ["OffloadConnector", "OffloadSpec"]
 
 
 def __getattr__(name: str) -> object:
