@@ -61,7 +61,7 @@ async def submit_to_issue(groups: Sequence[Group], num_pages: int) -> list[float
             start = time.perf_counter()
             for hosts, devices in group:
                 scheduler.load_nowait(host_pages=hosts, device_pages=devices)
-            while not driver.load.flights:
+            while scheduler.statistics().queued_requests:
                 await checkpoint()
             took.append(driver.load.issued_at - start)
             driver.load.land(LAYERS)
