@@ -292,6 +292,14 @@ class TransferFailed(OffloadError):
         self.__cause__ = cause
 
 
+    @classmethod
+    def source(cls, transfer: str, text: str) -> TransferFailed:
+        """Return the cause of a failure that lies in another request, which wrote what was to be read."""
+        error = cls(transfer)
+        error.args = (text,)
+        return error
+
+
 class TransferCancelled(TransferFailed):
     """Someone else cancelled it."""
 

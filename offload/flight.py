@@ -140,6 +140,11 @@ class Flight:
             tracer.plan(self.batch.id, self.batch.direction, self.stream, start, end, ids)
 
     @property
+    def untouched(self) -> bool:
+        """Whether no layer was ever handed out, and so no byte moved."""
+        return self._next == self.batch.first
+
+    @property
     def exhausted(self) -> bool:
         """Whether every layer has been handed out."""
         return self._next >= self.batch.last

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import attrs
 
-from offload.core.machine import Machine
+from offload.core.budget import Budget
 
 
 class Settable(Protocol):
@@ -48,7 +48,7 @@ class Place:
 class Line:
     """Waiters for room, by priority and then by arrival."""
 
-    machine: Machine
+    budget: Budget
     """What knows how much is queued. The line refers to nothing that refers to it."""
 
     most: int | None
@@ -63,7 +63,7 @@ class Line:
 
     def fits(self, nbytes: int) -> bool:
         """Return whether so many bytes may be submitted now; into an empty queue anything may."""
-        queued = self.machine.queued_bytes
+        queued = self.budget.queued_bytes
         return self.most is None or not queued or queued + nbytes <= self.most
 
     def open_for(self, priority: float, nbytes: int) -> bool:

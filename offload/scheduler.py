@@ -16,10 +16,8 @@ import anyio
 import attrs
 from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 
+from offload.core.events import Cancel
 from offload.core.kinds import Direction
-from offload.core.machine import (
-    Cancel,
-)
 from offload.core.pages import PagesLike
 from offload.counters import Counters
 from offload.errors import RequestError, SchedulerClosedError

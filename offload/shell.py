@@ -25,8 +25,7 @@ import attrs
 import numpy as np
 
 from offload.core.batch import Batch, Limits, Piece, State
-from offload.core.kinds import Direction
-from offload.core.machine import (
+from offload.core.events import (
     Cancel,
     Command,
     Ended,
@@ -36,7 +35,6 @@ from offload.core.machine import (
     Flush,
     Issue,
     Landed,
-    Machine,
     Settle,
     SettleLayer,
     Stop,
@@ -45,6 +43,8 @@ from offload.core.machine import (
     Watch,
     Written,
 )
+from offload.core.kinds import Direction
+from offload.core.machine import Machine
 from offload.core.pages import PagesLike, as_pages
 from offload.core.request import Pages
 from offload.counters import Counters
@@ -116,7 +116,7 @@ class Shell:
             (member.host.pages.table, member.device.pages.table) for member in self.group.members
         )
         self.machine = Machine(self.group.num_layers, tables, self.limits)
-        self.line = Line(self.machine, self.limits.max_queued_bytes)
+        self.line = Line(self.machine.budget, self.limits.max_queued_bytes)
 
     def open(self) -> None:
         """Settle on the loop that runs now.
@@ -187,14 +187,25 @@ class Shell:
             counters.settle()
             transfer.release()
             return transfer
-        self.handle(request)
-        self.transfers[request.id] = transfer
-        counters.admit()
+        self._start(transfer)
         self._gate(request.id, submission)
-        if submission.deadline is not None:
+        if submission.deadline is not None and not transfer.settled:
             transfer.alarm = self.timer.call_at(submission.deadline, lambda: self._expire(transfer))
         self.ask_for_turn()
         return transfer
+
+    def _start(self, transfer: Transfer) -> None:
+        """Tell the machine of a request; it may settle at once."""
+        request = transfer.request
+        self.transfers[request.id] = transfer
+        try:
+            commands = self.machine.handle(request)
+        except BaseException:
+            del self.transfers[request.id]
+            raise
+        self.counters.of(request.direction).admit()
+        for command in commands:
+            self._obey(command)
 
     def _gate(self, piece: int, submission: Submission) -> None:
         if submission.hold is not None and not submission.streaming:
@@ -354,14 +365,14 @@ class Shell:
 
     def statistics(self) -> Statistics:
         """Return the numbers as they are now."""
-        machine = self.machine
+        budget = self.machine.budget
         return Statistics(
             load=DirectionStatistics.of(self.counters.load),
             backup=DirectionStatistics.of(self.counters.backup),
-            queued_requests=machine.queued_requests,
-            queued_bytes=machine.queued_bytes,
-            inflight_requests=machine.inflight_requests,
-            inflight_bytes=machine.inflight_bytes,
+            queued_requests=budget.queued_requests,
+            queued_bytes=budget.queued_bytes,
+            inflight_requests=budget.inflight_requests,
+            inflight_bytes=budget.inflight_bytes,
             parked=len(self.line),
             batches=self.batches,
         )
@@ -454,7 +465,7 @@ class Shell:
             self.handle(Failed(batch.id, error, flight.spoiled()))
         if over and batch.id in self._flights:
             del self._flights[batch.id]
-            self.handle(Ended(batch.id))
+            self.handle(Ended(batch.id, flight.untouched))
             flight.transfers.clear()  # they refer to it too
             self._notify()
 

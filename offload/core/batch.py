@@ -29,6 +29,10 @@ class State(StrEnum):
     CANCELLED = "cancelled"
 
 
+OPEN = (State.QUEUED, State.ISSUED)
+"""States of a request that may still complete."""
+
+
 @attrs.frozen
 class Limits:
     """Bounds that turn load into back-pressure. None is unbounded."""
@@ -90,9 +94,15 @@ class Piece:
     finished: bool = False
     """Its claims are released."""
 
+    touched: bool = False
+    """Some byte of it may have moved. Known when a batch of it has ended."""
+
     error: BaseException | None = None
     follows: set[Piece] | frozenset[Piece] = _NOBODY
     """Whom it must follow and who has not finished. A set of its own only when there is somebody."""
+
+    relies: tuple[int, ...] = ()
+    """Those among them who were to write what it reads, and were under way when it was submitted."""
 
     followers: list[Piece] | None = None
     stream: StreamState | None = None
@@ -116,6 +126,22 @@ class Piece:
         if self.stream is not None:
             return self.stream.prefix
         return self.first if self.batch is None else self.batch.landed
+
+    @property
+    def whole(self) -> bool:
+        """Whether all its layers have landed."""
+        return self.landed >= self.last
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+        return f"{self.request.direction} {self.request.id}"
+
+    def end(self) -> str:
+        """Return its name and how it ended, for those whom that concerns."""
+        how = "was cancelled" if self.error is None else f"failed ({self.error!r})"
+        landed = self.landed if self.stream is None else len(self.stream.landed)
+        return f"{self.name}, which {how} when {landed} of {self.last} layers had landed"
 
     def __repr__(self) -> str:
         layers = f"{self.landed}/{self.last}"

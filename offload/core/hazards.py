@@ -36,6 +36,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from offload.core.torn import Torn
 from offload.errors import RequestError
 
 Pages: TypeAlias = NDArray[np.int64]
@@ -65,6 +66,8 @@ class HazardTable:
         """Whose order this is: the scheduler that is open on the pool. A table has one at a time."""
         self.releases = 0
         """How often pages were released or unlocked: who waits for pages need not look before it grows."""
+        self.torn = Torn(num_pages, self.mutex)
+        """Pages that hold part of a write that did not complete."""
         self._counter = np.zeros(num_pages, np.int64)
         self._writer = np.full(num_pages, -1, np.int64)
         self._reader = np.full(num_pages, -1, np.int64)

@@ -3,9 +3,10 @@
 Theory of operation
 -------------------
 `Machine.handle(event)` changes the state and returns what must be done about it, in order. It never
-waits, never copies and reads no clock; the shell (`offload.scheduler`) carries the commands out and
-feeds back what happened. The entire mutable state is: the live pieces (with whom each follows), one
-queue per direction, the batches in the air, and four counters.
+waits, never copies and reads no clock; the shell (`offload.shell`) carries the commands out and
+feeds back what happened (`events.py` lists both). The entire mutable state is: the live pieces (with whom
+each follows), what they claim (`claims.py`), one queue per direction, the batches in the air, and what
+both come to (`budget.py`).
 
 A request is one `Piece` that covers all layers. A streaming backup is a piece that owns its host pages
 and never moves, plus one piece per layer that was written, which owns the device pages and does move.
@@ -20,12 +21,18 @@ follow. Three rules keep pages whole:
    follows have released theirs. A request that is cancelled while it still follows somebody settles at
    once and stays in the tables as a ghost until then: those behind it must not run ahead.
 3. A streaming backup that was not written yet waits for the forward; so a load that waits for it must
-   never be in the way of that forward: such a load is refused at submit (`endless_wait`).
+   never be in the way of that forward: such a load is refused at submit (`endless.py`).
 
 Failure. A batch of one piece that fails, fails that piece. A batch of several that fails is taken
 apart when it has drained, and each piece goes on alone from the layer that failed: copies can be
 repeated, and the one at fault fails again, alone. Not one that compute was fenced on: compute goes on when
 the event has passed, whatever became of the copy, so repeating it would come too late and be a race.
+
+Half-written pages. Whoever reads what a request was to write, and was submitted before that one failed or
+was cancelled, relied on it, and fails in its turn for the layers that are missing. One exception: a
+cancelled request that had not begun has changed nothing, and is as if it had never been submitted. Host
+pages of which a backup has written a part stay torn beyond that (`torn.py`): every later load of them fails,
+until a backup has written them whole. Device pages do not: compute writes them too, and knows better.
 
 Transitions of a request are the table `TRANSITIONS`; anything else is our bug and raises.
 """
@@ -33,139 +40,39 @@ Transitions of a request are the table `TRANSITIONS`; anything else is our bug a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
 
 import attrs
 
-from offload.core.batch import Batch, Limits, Piece, Queue, State, StreamState, share
+from offload.core.batch import OPEN, Batch, Limits, Piece, Queue, State, StreamState, share
+from offload.core.budget import Budget
+from offload.core.claims import Claims
+from offload.core.endless import refuse_endless_wait
+from offload.core.events import (
+    Cancel,
+    Command,
+    Ended,
+    Event,
+    Extend,
+    Failed,
+    Flush,
+    Issue,
+    Landed,
+    Settle,
+    SettleLayer,
+    Stop,
+    Unblock,
+    Unlock,
+    Watch,
+    Written,
+)
 from offload.core.hazards import HazardTable
 from offload.core.kinds import Direction
-from offload.core.request import PATIENCE, Pages, Request
-from offload.errors import InvalidTransitionError, RequestError
-
-UNBOUNDED = 1 << 62
-"""More bytes, and more pages, than anybody has."""
+from offload.core.request import PATIENCE, Request
+from offload.errors import InvalidTransitionError, RequestError, TransferFailed
 
 MAX_FLIGHTS = 16
 """Batches of one direction in the air before the next one waits in the queue, where it can still be merged
 and reordered. More urgent ones are issued regardless: streams overtake at every layer."""
-
-
-@attrs.frozen
-class Unblock:
-    """One thing that held a piece back from outside has happened."""
-
-    piece: int
-
-
-@attrs.frozen
-class Written:
-    """The forward has written one layer of a streaming backup."""
-
-    request: int
-    layer: int
-    piece: int
-    """A fresh id for the piece that this layer becomes."""
-
-    blockers: int = 0
-
-
-@attrs.frozen
-class Cancel:
-    """Nobody wants the request any more; with an `error`, it failed instead (its deadline passed)."""
-
-    request: int
-    error: BaseException | None = None
-
-
-@attrs.frozen
-class Flush:
-    """Issue what may be issued, at most one batch per direction."""
-
-
-@attrs.frozen
-class Landed:
-    """Layers below `layers` of a batch have landed. Cumulative."""
-
-    batch: int
-    layers: int
-
-
-@attrs.frozen
-class Failed:
-    """The copy of a batch raised at `layer`; its stream issues no more of it."""
-
-    batch: int
-    error: BaseException
-
-    spoiled: frozenset[int] = frozenset()
-    """Requests that cannot be mended by copying again: compute was ordered after a copy that has not landed,
-    and goes on without it."""
-
-
-@attrs.frozen
-class Ended:
-    """Nothing of the batch will touch memory again."""
-
-    batch: int
-
-
-Event: TypeAlias = Request | Unblock | Written | Cancel | Flush | Landed | Failed | Ended
-
-
-@attrs.frozen
-class Issue:
-    """Put a batch on the stream of its direction."""
-
-    batch: Batch
-
-
-@attrs.frozen
-class Extend:
-    """The batch may go on: its `limit` has grown."""
-
-    batch: Batch
-
-
-@attrs.frozen
-class Stop:
-    """Nobody wants the rest of the batch."""
-
-    batch: Batch
-
-
-@attrs.frozen
-class Watch:
-    """Somebody follows the batch: from now on the machine wants to hear of each of its layers."""
-
-    batch: Batch
-
-
-@attrs.frozen
-class SettleLayer:
-    """Layers below `batch.landed` have landed for every piece of the batch."""
-
-    batch: Batch
-
-
-@attrs.frozen
-class Settle:
-    """The request is over for its callers: done, failed or cancelled, as `piece.state` or `state` says."""
-
-    piece: Piece
-    state: State
-
-
-@attrs.frozen
-class Unlock:
-    """The pages of the request are free of traffic."""
-
-    piece: Piece
-
-
-Command: TypeAlias = Issue | Extend | Stop | Watch | SettleLayer | Settle | Unlock
-
-_OPEN = (State.QUEUED, State.ISSUED)
 
 TRANSITIONS: dict[tuple[State, str], State] = {
     (State.QUEUED, "issue"): State.ISSUED,
@@ -194,10 +101,8 @@ class Machine:
     tables: Sequence[tuple[HazardTable, HazardTable]]
     limits: Limits = attrs.field(factory=Limits)
 
-    queued_bytes: int = 0
-    queued_requests: int = 0
-    inflight_bytes: int = 0
-    inflight_requests: int = 0
+    budget: Budget = attrs.field(init=False)
+    claims: Claims = attrs.field(init=False)
 
     _last_id: int = 0
     _last_batch: int = 0
@@ -206,17 +111,15 @@ class Machine:
         factory=lambda: {direction: Queue() for direction in Direction}
     )
     _batches: dict[int, Batch] = attrs.field(factory=dict)
-    _streaming: dict[int, Piece] = attrs.field(factory=dict)
+    _streaming: int = 0
+    """Streaming backups among the pieces."""
+
+    _leaving: list[Piece] = attrs.field(factory=list)
     _commands: list[Command] = attrs.field(factory=list)
-    _bounded: bool = False
-    """With a bound on what is in flight, a batch that waits for another would hold what that one needs:
-    so a piece is then issued only when nobody is ahead of it."""
 
     def __attrs_post_init__(self) -> None:
-        limits = self.limits
-        self._bounded = (
-            limits.max_inflight_bytes is not None or limits.max_inflight_requests is not None
-        )
+        self.budget = Budget(self.limits)
+        self.claims = Claims(self.tables)
 
     def new_id(self) -> int:
         """Return the next id for a request or a streaming layer."""
@@ -257,12 +160,15 @@ class Machine:
 
     def live(self) -> list[Piece]:
         """Return the requests that have not settled."""
-        return [p for p in self._pieces.values() if p.parent is None and p.state in _OPEN]
+        return [p for p in self._pieces.values() if p.parent is None and p.state in OPEN]
 
     def forget(self) -> None:
         """Release the claims of everything. For the end: nothing moves, and no event comes any more."""
         while self._pieces:
-            self._release(self._pieces.popitem()[1])
+            piece = self._pieces.popitem()[1]
+            piece.touched |= piece.batch is not None
+            self._note_torn(piece)
+            self.claims.release(piece)
 
     def pending(self) -> bool:
         """Return whether any page is still claimed, or a batch still in the air."""
@@ -271,15 +177,7 @@ class Machine:
     def undisturbed(self, request: Request) -> bool:
         """Return whether a load still runs, and nobody has claimed its pages for writing since."""
         piece = self._pieces.get(request.id)
-        if piece is None or piece.state not in _OPEN:
-            return False
-        for part in request.parts:
-            host, device = self.tables[part.member]
-            if host.written_since(request.id, part.host_pages):
-                return False
-            if not device.last_writer_is(request.id, part.device_pages):
-                return False
-        return True
+        return piece is not None and piece.state in OPEN and self.claims.undisturbed(request)
 
     def flushable(self) -> bool:
         """Return whether `Flush` would issue something."""
@@ -288,34 +186,28 @@ class Machine:
     # Submit -----------------------------------------------------------------------------------
 
     def _submit(self, request: Request) -> None:
-        if self._streaming and request.direction is Direction.LOAD:
-            self._refuse_endless_wait(request)
         load = request.direction is Direction.LOAD
+        if load and self._streaming:
+            refuse_endless_wait(request, self._pieces, self.claims)
         piece = Piece(request.id, request, 0, self.num_layers, request.blockers)
-        follow: list[int] = []
-        for part in request.parts:
-            host, device = self.tables[part.member]
-            follow += self._claim(piece, host, part.host_pages, write=not load)
-            if not request.streaming:
-                follow += self._claim(piece, device, part.device_pages, write=load)
+        follow, sources = self.claims.take(piece)
         self._pieces[request.id] = piece
-        self._follow(piece, follow)
-        self.queued_bytes += request.nbytes
-        self.queued_requests += 1
+        self.budget.queue(request)
+        if follow or sources:
+            self._follow(piece, follow, sources)
         if request.streaming:
             piece.stream = StreamState()
-            self._streaming[request.id] = piece
+            self._streaming += 1
         elif not piece.blockers and not piece.follows:
             self._queues[request.direction].push(piece)
         else:
             self._advance(piece)
+        if load:
+            self._refuse_torn(piece)
 
-    @staticmethod
-    def _claim(piece: Piece, table: HazardTable, pages: Pages, *, write: bool) -> Sequence[int]:
-        return table.claim(piece.id, pages, write=write)
-
-    def _follow(self, piece: Piece, ids: Sequence[int]) -> None:
-        for other in ids:
+    def _follow(self, piece: Piece, ids: Sequence[int], sources: Sequence[int]) -> None:
+        """Put a piece behind others; it relies on those among `sources` that may still complete."""
+        for other in (*ids, *sources):
             ahead = self._pieces[other]
             if ahead not in piece.follows:
                 if not isinstance(piece.follows, set):
@@ -326,48 +218,14 @@ class Machine:
                 ahead.followers.append(piece)
                 if ahead.batch is not None and not ahead.batch.closed:
                     self._commands.append(Watch(ahead.batch))
-
-    def _refuse_endless_wait(self, request: Request) -> None:
-        """Raise when the load waits for a forward that itself waits for the load."""
-        ids: set[int] = set()
-        for part in request.parts:
-            host, device = self.tables[part.member]
-            ids.update(host.peek(part.host_pages, write=False))
-            ids.update(device.peek(part.device_pages, write=True))
-        for stream in self._awaited({self._pieces[i] for i in ids}):
-            for mine in request.parts:
-                for theirs in stream.request.parts:
-                    if mine.member == theirs.member:
-                        _refuse_shared(mine.device_pages, theirs.device_pages, stream)
-
-    def _awaited(self, pieces: set[Piece]) -> list[Piece]:
-        """Return the streaming backups, not fully written, that `pieces` wait for, or are."""
-        found, seen = [], set(pieces)
-        stack = list(pieces)
-        while stack:
-            piece = stack.pop()
-            ahead = set(piece.follows)
-            if piece.stream is not None:
-                ahead |= piece.stream.pieces
-                if piece.state in _OPEN and len(piece.stream.written) < piece.last:
-                    found.append(piece)
-                    ahead |= self._in_the_way_of(piece)
-            stack += ahead - seen
-            seen |= ahead
-        return found
-
-    def _in_the_way_of(self, stream: Piece) -> set[Piece]:
-        """Return the loads that layers of a streaming backup will follow if they are written now."""
-        ids: set[int] = set()
-        for part in stream.request.parts:
-            ids.update(self.tables[part.member][1].peek(part.device_pages, write=False))
-        return {self._pieces[i] for i in ids}
+        if sources:
+            piece.relies = tuple(n for n in sources if self._pieces[n].state in OPEN)
 
     # Layers of a streaming backup --------------------------------------------------------------
 
     def _written(self, event: Written) -> None:
         owner = self._pieces.get(event.request)
-        if owner is None or owner.state not in _OPEN:
+        if owner is None or owner.state not in OPEN:
             return  # cancelled or failed meanwhile: the forward need not know
         stream = owner.stream
         if stream is None:
@@ -377,13 +235,10 @@ class Machine:
         stream.written.add(event.layer)
         layer = event.layer
         piece = Piece(event.piece, owner.request, layer, layer + 1, event.blockers, parent=owner)
-        follow = [ahead.id for ahead in owner.follows]
-        for part in owner.request.parts:
-            device = self.tables[part.member][1]
-            follow += self._claim(piece, device, part.device_pages, write=False)
+        follow, sources = self.claims.take(piece)
         self._pieces[piece.id] = piece
         stream.pieces.add(piece)
-        self._follow(piece, follow)
+        self._follow(piece, [ahead.id for ahead in owner.follows] + follow, sources)
         self._advance(piece)
 
     # Moving on ---------------------------------------------------------------------------------
@@ -398,14 +253,14 @@ class Machine:
         """Return up to which layer `piece` may go: as far as everybody whom it follows has landed."""
         if not piece.follows:
             return piece.last
-        if piece.parent is not None or self._bounded:
+        if piece.parent is not None or self.budget.bounded:
             return piece.first
         return max(piece.first, min(ahead.landed for ahead in piece.follows))
 
     def _advance(self, piece: Piece) -> None:
         """Let a piece go as far as it may now."""
-        if piece.owner.state not in _OPEN and piece.batch is None:
-            if not piece.finished and not piece.follows:
+        if piece.owner.state not in OPEN:
+            if piece.batch is None and not piece.follows:
                 self._retire(piece)
             return
         if piece.blockers or piece.stream is not None:
@@ -432,13 +287,7 @@ class Machine:
     def _room(self, direction: Direction) -> Piece | None:
         """Return the most urgent piece of a direction if it may be issued now."""
         head = self._queues[direction].head()
-        if head is None:
-            return None
-        most, nbytes = self.limits.max_inflight_bytes, self.inflight_bytes + share(head)
-        if most is not None and self.inflight_bytes and nbytes > most:
-            return None
-        most = self.limits.max_inflight_requests
-        if most is not None and self.inflight_requests >= most:
+        if head is None or not self.budget.has_room(head):
             return None
         if len(self._batches) >= MAX_FLIGHTS and self._crowded(direction, head.request.due):
             return None
@@ -467,12 +316,7 @@ class Machine:
             self._issue(second.request.direction)
 
     def _issue(self, direction: Direction) -> None:
-        requests = self.limits.max_inflight_requests
-        room = None if requests is None else requests - self.inflight_requests
-        limits = self.limits
-        pieces = self._queues[direction].take(
-            self._batch_bytes(), limits.max_batch_ops or UNBOUNDED, room
-        )
+        pieces = self._queues[direction].take(*self.budget.of_batch())
         self._last_batch += 1
         head = pieces[0]
         batch = Batch(
@@ -488,28 +332,14 @@ class Machine:
             landed=head.first,
         )
         self._batches[batch.id] = batch
-        self.inflight_bytes += batch.nbytes
-        self.inflight_requests += len(pieces)
+        self.budget.issue(batch)
         for piece in pieces:
             piece.batch = batch
             if piece.owner.state is State.QUEUED:
                 self._move(piece.owner, "issue")
-                self._dequeue(piece.owner)
+                self.budget.dequeue(piece.owner)
             piece.state = State.ISSUED
         self._commands.append(Issue(batch))
-
-    def _batch_bytes(self) -> int:
-        """Return the bytes of one batch: its own budget, and what may still be in flight."""
-        limits = self.limits
-        budget = limits.max_batch_bytes or UNBOUNDED
-        if limits.max_inflight_bytes is None:
-            return budget
-        return min(budget, max(1, limits.max_inflight_bytes - self.inflight_bytes))
-
-    def _dequeue(self, owner: Piece) -> None:
-        if not owner.alone:
-            self.queued_bytes -= owner.request.nbytes
-            self.queued_requests -= 1
 
     # Landing, failing, ending -------------------------------------------------------------------
 
@@ -526,23 +356,25 @@ class Machine:
             elif piece.followers:
                 self._wake_followers(piece)
         if done:
-            self._close(batch)
+            self.budget.close(batch)
 
     def _failed(self, event: Failed) -> None:
         batch = self._batch(event.batch)
         batch.failed = True
         for piece in batch.pieces:
             lost = len(batch.pieces) == 1 or piece.request.id in event.spoiled
-            if lost and piece.owner.state in _OPEN:
+            if lost and piece.owner.state in OPEN:
                 self._abandon(piece.owner, "fail", event.error)
 
     def _ended(self, event: Ended) -> None:
         batch = self._batches.pop(event.batch)
         if batch.closed:
             return
-        self._close(batch)
+        self.budget.close(batch)
         for piece in batch.pieces:
-            if piece.owner.state not in _OPEN:
+            if not event.untouched:
+                piece.owner.touched = True
+            if piece.owner.state not in OPEN:
                 self._retire(piece)
             elif batch.failed:
                 self._again(piece, batch.landed)
@@ -558,11 +390,6 @@ class Machine:
         piece.state, piece.waiting = State.QUEUED, True
         self._advance(piece)
 
-    def _close(self, batch: Batch) -> None:
-        batch.closed = True
-        self.inflight_bytes -= batch.nbytes
-        self.inflight_requests -= len(batch.pieces)
-
     def _batch(self, number: int) -> Batch:
         batch = self._batches.get(number)
         if batch is None:
@@ -573,6 +400,7 @@ class Machine:
         """The last byte of a piece has landed."""
         owner = piece.owner
         if owner.stream is not None:
+            owner.touched = True
             owner.stream.land(piece.first)
             if len(owner.stream.landed) < owner.last:
                 self._retire(piece)
@@ -585,14 +413,13 @@ class Machine:
 
     def _cancel(self, event: Cancel) -> None:
         owner = self._pieces.get(event.request)
-        if owner is not None and owner.state in _OPEN:
+        if owner is not None and owner.state in OPEN:
             self._abandon(owner, "cancel" if event.error is None else "fail", event.error)
 
     def _abandon(self, owner: Piece, word: str, error: BaseException | None) -> None:
         """Settle a request that will not be completed; what is in the air drains."""
-        was = owner.state
-        if was is State.QUEUED:
-            self._dequeue(owner)
+        if owner.state is State.QUEUED:
+            self.budget.dequeue(owner)
         owner.error = error
         self._move(owner, word)
         outcome = State.CANCELLED if word == "cancel" else State.FAILED
@@ -609,51 +436,56 @@ class Machine:
         batch = piece.batch
         if batch is None:
             self._retire(piece)
-        elif not batch.failed and not any(p.owner.state in _OPEN for p in batch.pieces):
+        elif not batch.failed and not any(p.owner.state in OPEN for p in batch.pieces):
             self._commands.append(Stop(batch))
 
+    # Leaving ---------------------------------------------------------------------------------------
+
     def _retire(self, piece: Piece) -> None:
-        """Release the claims of a piece that moves no more bytes, once nobody is ahead of it."""
+        """Let a piece that moves no more bytes leave, once nobody is ahead of it.
+
+        Others may leave because it does, in chains as long as a queue: so they stand in line here.
+        """
+        self._leaving.append(piece)
+        if len(self._leaving) == 1:
+            for each in self._leaving:
+                self._leave(each)
+            self._leaving.clear()
+
+    def _leave(self, piece: Piece) -> None:
+        """Release the claims of a piece, unless somebody is ahead of it."""
         if piece.finished or (piece.stream is not None and piece.stream.pieces):
             return
+        if piece.stream is None:
+            piece.first = piece.landed
+        piece.batch = None
         if piece.follows:
-            piece.batch = None
             return
-        piece.finished, piece.batch = True, None
+        piece.finished = True
         del self._pieces[piece.id]
-        self._release(piece)
+        self._note_torn(piece)
+        self.claims.release(piece)
         owner = piece.owner
         if owner is piece and owner.state is State.DRAINING:
             self._move(owner, "drain cancelled" if owner.error is None else "drain failed")
         for follower in piece.followers or ():
             if isinstance(follower.follows, set):
                 follower.follows.discard(piece)
+            self._let_down(follower, piece)
             self._advance(follower)
         piece.followers = None
         if owner is not piece:
-            self._retire_layer(owner, piece)
+            self._leave_layer(owner, piece)
         else:
-            self._streaming.pop(piece.id, None)
+            self._streaming -= piece.stream is not None
             self._commands.append(Unlock(piece))
 
-    def _release(self, piece: Piece) -> None:
-        """Take back what the piece claimed: a layer its device pages, a streaming owner its host pages."""
-        request, number = piece.request, piece.id
-        load = request.direction is Direction.LOAD
-        for part in request.parts:
-            host, device = self.tables[part.member]
-            if piece.parent is None:
-                host.release(number, part.host_pages, write=not load)
-            if piece.stream is None:
-                device.release(number, part.device_pages, write=load)
-
-    def _retire_layer(self, owner: Piece, piece: Piece) -> None:
+    def _leave_layer(self, owner: Piece, piece: Piece) -> None:
         stream = owner.stream
         assert stream is not None
         stream.pieces.discard(piece)
-        if owner.state in _OPEN or stream.pieces:
-            return
-        self._retire(owner)
+        if owner.state not in OPEN and not stream.pieces:
+            self._retire(owner)
 
     def _move(self, owner: Piece, word: str) -> None:
         state = TRANSITIONS.get((owner.state, word))
@@ -661,12 +493,32 @@ class Machine:
             raise InvalidTransitionError(event=word, state=owner.state, story=(repr(owner),))
         owner.state = state
 
+    # Half-written pages ------------------------------------------------------------------------------
 
-def _refuse_shared(mine: Pages, theirs: Pages, stream: Piece) -> None:
-    shared = set(mine.tolist()) & set(theirs.tolist())
-    if shared:
-        raise RequestError(
-            f"load writes device page {min(shared)}, and waits for the streaming backup "
-            f"{stream.request.id}, which has yet to read that page: neither could go first. Load into "
-            "other pages, or submit it after the forward's last layer_written."
-        )
+    def _note_torn(self, piece: Piece) -> None:
+        """Remember whether a backup that leaves has written its host pages whole, or in part."""
+        if piece.parent is None and piece.request.direction is Direction.BACKUP:
+            if piece.whole:
+                self.claims.mend(piece)
+            elif piece.touched:
+                self.claims.tear(piece, piece.end())
+
+    def _let_down(self, follower: Piece, piece: Piece) -> None:
+        """Fail a piece that reads what another was to write, and has left without."""
+        if follower.owner.state not in OPEN or piece.state is State.DONE:
+            return
+        relied = piece.id in follower.relies and piece.landed < follower.last
+        if relied and (piece.touched or piece.state is State.FAILED):
+            error = piece.error
+            if not isinstance(error, TransferFailed):  # else it was let down itself, and says by whom
+                text = f"it was to read what comes from {piece.end()}."
+                error = TransferFailed.source(piece.name, text)
+            self._abandon(follower.owner, "fail", error)
+        elif follower.request.direction is Direction.LOAD:
+            self._refuse_torn(follower)
+
+    def _refuse_torn(self, load: Piece) -> None:
+        """Fail a load whose host pages hold part of a backup."""
+        error = self.claims.torn(load)
+        if error is not None:
+            self._abandon(load, "fail", error)

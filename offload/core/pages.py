@@ -194,6 +194,8 @@ class PageAllocator:
                 self._collect()
             pages = self._take_run(n) if contiguous else self._take(n)
             self._state[pages] = _ALLOCATED
+            if self.table.torn:
+                self.table.torn.mend(pages)  # what they held is nobody's concern
             return pages
 
     def free(self, pages: PagesLike) -> None:
@@ -246,6 +248,14 @@ class PageAllocator:
             RequestError: A page has no such lock. Nothing was changed.
         """
         self.table.unlock(as_pages(pages, self.num_pages))
+
+    def mend(self, pages: PagesLike) -> None:
+        """Say that pages were written whole by other means than a backup.
+
+        A backup that fails or is cancelled half way leaves its host pages torn, and every load of them
+        fails until another backup has written them, `alloc` has handed them out anew, or this was called.
+        """
+        self.table.torn.mend(np.unique(as_pages(pages, self.num_pages)))
 
     def statistics(self) -> PageStatistics:
         """Return where the pages are now."""

@@ -12,8 +12,9 @@ from typing import cast
 import pytest
 
 from offload.core.batch import Piece
+from offload.core.events import Stop, Written
 from offload.core.hazards import HazardTable, Pages
-from offload.core.machine import Machine, Stop, Written
+from offload.core.machine import Machine
 from offload.core.pages import PageAllocator, PagesLike
 from offload.driver.base import Event
 from offload.driver.sim import SimDriver

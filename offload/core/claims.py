@@ -1,0 +1,125 @@
+"""What pieces claim in the hazard tables of all members: whom they follow, and whose bytes they read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import numpy as np
+
+from offload.core.batch import Piece
+from offload.core.hazards import HazardTable
+from offload.core.kinds import Direction
+from offload.core.request import Pages, Part, Request
+from offload.errors import TransferFailed
+
+
+@attrs.define(eq=False)
+class Claims:
+    """The pages of pieces, in the tables of a group.
+
+    An ordinary request claims both sides. A streaming backup claims its host pages when it is submitted,
+    and each layer of it claims the device pages when it is written.
+
+    Args:
+        tables: The hazard tables of each member, as (host, device).
+    """
+
+    tables: Sequence[tuple[HazardTable, HazardTable]]
+
+    def take(self, piece: Piece) -> tuple[list[int], list[int]]:
+        """Claim a piece's pages; return whom it must follow, and those among them who write what it reads."""
+        request, number = piece.request, piece.id
+        load = request.direction is Direction.LOAD
+        follow: list[int] = []
+        sources: list[int] = []
+        for part in request.parts:
+            host, device = self.tables[part.member]
+            if piece.parent is None:
+                found = host.claim(number, part.host_pages, write=not load)
+                (sources if load else follow).extend(found)
+            if not request.streaming or piece.parent is not None:
+                found = device.claim(number, part.device_pages, write=load)
+                (follow if load else sources).extend(found)
+        return follow, sources
+
+    def release(self, piece: Piece) -> None:
+        """Take back what a piece claimed."""
+        request, number = piece.request, piece.id
+        load = request.direction is Direction.LOAD
+        for part in request.parts:
+            host, device = self.tables[part.member]
+            if piece.parent is None:
+                host.release(number, part.host_pages, write=not load)
+            if piece.stream is None:
+                device.release(number, part.device_pages, write=load)
+
+    def ahead_of(self, load: Request) -> set[int]:
+        """Return whom a load would have to follow."""
+        ids: set[int] = set()
+        for part in load.parts:
+            host, device = self.tables[part.member]
+            ids.update(host.peek(part.host_pages, write=False))
+            ids.update(device.peek(part.device_pages, write=True))
+        return ids
+
+    def ahead_of_layers(self, stream: Piece) -> set[int]:
+        """Return the loads that layers of a streaming backup will follow if they are written now."""
+        ids: set[int] = set()
+        for part in stream.request.parts:
+            ids.update(self.tables[part.member][1].peek(part.device_pages, write=False))
+        return ids
+
+    def undisturbed(self, load: Request) -> bool:
+        """Return whether nobody has claimed a load's pages for writing since it was submitted."""
+        for part in load.parts:
+            host, device = self.tables[part.member]
+            if host.written_since(load.id, part.host_pages):
+                return False
+            if not device.last_writer_is(load.id, part.device_pages):
+                return False
+        return True
+
+    # Torn pages -------------------------------------------------------------------------------
+
+    def tear(self, backup: Piece, why: str) -> None:
+        """Note that a backup has left its host pages half written."""
+        for part in backup.request.parts:
+            self.tables[part.member][0].torn.tear(part.host_pages, backup.id, why)
+
+    def mend(self, backup: Piece) -> None:
+        """Note that a backup has written its host pages whole."""
+        for part in backup.request.parts:
+            torn = self.tables[part.member][0].torn
+            if torn:
+                torn.mend(part.host_pages)
+
+    def torn(self, load: Piece) -> TransferFailed | None:
+        """Return why a load must not read its host pages, or None.
+
+        A torn page is no reason while the load follows somebody who may yet write it.
+        """
+        for part in load.request.parts:
+            torn = self.tables[part.member][0].torn
+            if torn:
+                found = torn.first(_unwritten(load, part))
+                if found is not None:
+                    page, number, why = found
+                    return TransferFailed.source(
+                        f"backup {number}",
+                        f"host page {page} holds part of {why}. Back that page up again, or free it.",
+                    )
+        return None
+
+
+def _unwritten(load: Piece, part: Part) -> Pages:
+    """Return the host pages of a member that nobody whom the load follows is to write."""
+    written = [
+        theirs.host_pages
+        for ahead in load.follows
+        if ahead.request.direction is Direction.BACKUP and ahead.parent is None
+        for theirs in ahead.request.parts
+        if theirs.member == part.member
+    ]
+    pages = part.host_pages
+    return pages[~np.isin(pages, np.concatenate(written))] if written else pages

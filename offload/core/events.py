@@ -1,0 +1,131 @@
+"""What the machine is told and what it answers: events in, commands out."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import attrs
+
+from offload.core.batch import Batch, Piece, State
+from offload.core.request import Request
+
+# Events ---------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Unblock:
+    """One thing that held a piece back from outside has happened."""
+
+    piece: int
+
+
+@attrs.frozen
+class Written:
+    """The forward has written one layer of a streaming backup."""
+
+    request: int
+    layer: int
+    piece: int
+    """A fresh id for the piece that this layer becomes."""
+
+    blockers: int = 0
+
+
+@attrs.frozen
+class Cancel:
+    """Nobody wants the request any more; with an `error`, it failed instead (its deadline passed)."""
+
+    request: int
+    error: BaseException | None = None
+
+
+@attrs.frozen
+class Flush:
+    """Issue what may be issued, at most one batch per direction."""
+
+
+@attrs.frozen
+class Landed:
+    """Layers below `layers` of a batch have landed. Cumulative."""
+
+    batch: int
+    layers: int
+
+
+@attrs.frozen
+class Failed:
+    """The copy of a batch raised at `layer`; its stream issues no more of it."""
+
+    batch: int
+    error: BaseException
+
+    spoiled: frozenset[int] = frozenset()
+    """Requests that cannot be mended by copying again: compute was ordered after a copy that has not landed,
+    and goes on without it."""
+
+
+@attrs.frozen
+class Ended:
+    """Nothing of the batch will touch memory again."""
+
+    batch: int
+    untouched: bool = False
+    """Nothing of it ever did: it ended before its first layer began."""
+
+
+Event: TypeAlias = Request | Unblock | Written | Cancel | Flush | Landed | Failed | Ended
+
+# Commands -------------------------------------------------------------------------------------
+
+
+@attrs.frozen
+class Issue:
+    """Put a batch on the stream of its direction."""
+
+    batch: Batch
+
+
+@attrs.frozen
+class Extend:
+    """The batch may go on: its `limit` has grown."""
+
+    batch: Batch
+
+
+@attrs.frozen
+class Stop:
+    """Nobody wants the rest of the batch."""
+
+    batch: Batch
+
+
+@attrs.frozen
+class Watch:
+    """Somebody follows the batch: from now on the machine wants to hear of each of its layers."""
+
+    batch: Batch
+
+
+@attrs.frozen
+class SettleLayer:
+    """Layers below `batch.landed` have landed for every piece of the batch."""
+
+    batch: Batch
+
+
+@attrs.frozen
+class Settle:
+    """The request is over for its callers: done, failed or cancelled, as `state` says."""
+
+    piece: Piece
+    state: State
+
+
+@attrs.frozen
+class Unlock:
+    """The pages of the request are free of traffic."""
+
+    piece: Piece
+
+
+Command: TypeAlias = Issue | Extend | Stop | Watch | SettleLayer | Settle | Unlock
