@@ -18,7 +18,8 @@ from offload.core.batch import Batch
 from offload.core.plan import plan_copy
 from offload.counters import DirectionCounters
 from offload.driver.base import Event, Work
-from offload.route import Copies, Route
+from offload.route import Route
+from offload.route_copies import Copies
 from offload.trace import Tracer
 
 if TYPE_CHECKING:
@@ -103,6 +104,10 @@ class Flight:
     """Whether the loop wants to hear of each layer, not only of the last: somebody waits there, or
     another batch follows this one."""
 
+    by_layer: bool = False
+    """Whether somebody waits for single layers of it, or another batch follows this one: its layers are
+    then enqueued one by one, also where they could go together."""
+
     issue_watched: bool = False
     """Whether it wants to hear of issues too."""
 
@@ -150,20 +155,29 @@ class Flight:
         return self._next >= self.batch.last
 
     def next_layer(self) -> tuple[int, Work] | None:
-        """Hand out the next layer that may go."""
+        """Hand out the next layer that may go, or several as one: under the number of the last."""
         layer = self._next
         if layer >= self.limit or self._copies is None:
             return None
-        self._next = layer + 1
         if self.tracer is not None:
             self._handed_ns = self.clock()
+        if self._copies.spans and self._together():
+            end = self._next = self._copies.reach(layer, self.limit)
+            return end - 1, self._copies.span(layer, end)
+        self._next = layer + 1
         return layer, self._copies.work(layer)
 
+    def _together(self) -> bool:
+        """Return whether nobody needs to know of layers one by one: no waiter, no follower, no trace."""
+        traced = self.tracer is not None and self.tracer.active
+        return not (self.by_layer or traced) and self.limit == self.batch.last
+
     def issued(self, layer: int, event: Event) -> None:
-        """Publish that a layer has been enqueued."""
+        """Publish that a layer has been enqueued, and those before it that went as one with it."""
         if self.tracer is not None:
             self._issue_ns[layer] = (self._handed_ns, self.clock())
-        self.events[layer] = event
+        for each in range(self.issued_layers, layer + 1):
+            self.events[each] = event
         self.issued_layers = layer + 1
         if self.bell.waiting:
             self.bell.ring()
@@ -173,7 +187,11 @@ class Flight:
     def landed(self, layer: int, start_ns: int, end_ns: int) -> None:
         """Publish that the bytes of a layer are there: to threads at once, to the loop soon."""
         assert self._copies is not None
-        nbytes, ops, transfers = self._copies.size(layer)
+        first = self.landed_layers
+        if first == layer:
+            nbytes, ops, transfers = self._copies.size(layer)
+        else:
+            nbytes, ops, transfers = self._copies.span_size(first, layer + 1)
         self.counters.moved(start_ns, end_ns, nbytes, ops, transfers)  # before anybody can look
         self.landed_layers = layer + 1
         if self.bell.waiting:
@@ -204,8 +222,8 @@ class Flight:
         return frozenset(request for request, layer in fenced.items() if layer >= landed)
 
     def failed(self, layer: int, error: BaseException) -> None:
-        """Publish that the copy of a layer raised."""
-        self.error_layer, self.error = layer, error
+        """Publish that the copy of a layer raised: of the first that has not landed, if several went as one."""
+        self.error_layer, self.error = min(layer, self.landed_layers), error
         self.bell.ring()
         self.report(self)
 

@@ -2,76 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from contextlib import suppress
 
 import attrs
 
 from offload import registry
 from offload.backend import make_backend
-from offload.backend.base import Backend, LayerWork, Prepared
+from offload.backend.base import Backend, JoinsLayers, JoinsMembers, Prepared, WarmsUp
 from offload.core.kinds import AUTO, Direction
 from offload.core.plan import CopyPlan
 from offload.errors import UnsupportedPairError
 from offload.group import Member, PoolGroup
 from offload.pool import DevicePool
-
-Layers: TypeAlias = tuple[tuple[tuple[int, ...], tuple[tuple[int, int], ...]], ...]
-"""By model layer, the members that have it; and of each of them, (member, its pool layer)."""
-
-
-@attrs.define(eq=False)
-class Copies:
-    """The copies of a batch, ready to go, for every layer of the model."""
-
-    _layers: Layers
-    _prepared: list[Prepared | None]
-    """By member; None where the batch moves none of its pages."""
-
-    _pages: list[int]
-    """By member, how many it moves."""
-
-    _page_bytes: tuple[int, ...]
-    """By member, bytes of one layer of one page."""
-
-    _components: tuple[int, ...]
-    """By member, of how many components that is: a page of one layer is one copy for each."""
-
-    _totals: dict[tuple[int, ...], tuple[int, int]] = attrs.field(factory=dict)
-    """(bytes, copies asked for) of one layer, by the members that have it: few, and many layers."""
-
-    def work(self, layer: int) -> LayerWork:
-        """Return the copies of one model layer; none where no member has it."""
-        prepared = self._prepared
-        members, jobs = self._layers[layer]
-        if len(prepared) == 1 and jobs:  # a single pair of pools: the common case, once per layer
-            only = prepared[0]
-            assert only is not None
-            nbytes = (self._totals.get(members) or self._total(members))[0]
-            return LayerWork(((only, jobs[0][1]),), nbytes)
-        ready = [
-            (copies, pool_layer)
-            for member, pool_layer in jobs
-            if (copies := prepared[member]) is not None
-        ]
-        return LayerWork(ready, (self._totals.get(members) or self._total(members))[0])
-
-    def size(self, layer: int) -> tuple[int, int, int]:
-        """Return bytes, copies asked for, and copies made, of one model layer."""
-        prepared = self._prepared
-        members, jobs = self._layers[layer]
-        made = 0
-        for member, pool_layer in jobs:
-            copies = prepared[member]
-            if copies is not None:
-                made += copies.num_ops(pool_layer)
-        return *(self._totals.get(members) or self._total(members)), made
-
-    def _total(self, members: tuple[int, ...]) -> tuple[int, int]:
-        pages, each = self._pages, self._page_bytes
-        nbytes = sum(pages[member] * each[member] for member in members)
-        asked = sum(pages[member] * self._components[member] for member in members)
-        total = self._totals[members] = nbytes, asked
-        return total
+from offload.route_copies import Copies, Layers
 
 
 @attrs.frozen(eq=False)
@@ -90,10 +33,25 @@ class Route:
 
     direction: Direction
     legs: tuple[Leg, ...]
+    layers: Layers
 
-    _layers: Layers
-    _page_bytes: tuple[int, ...]
-    _components: tuple[int, ...]
+    page_bytes: tuple[int, ...]
+    """By member, bytes of one layer of one page."""
+
+    components: tuple[int, ...]
+    """By member, of how many components that is: a page of one layer is one copy for each."""
+
+    joiners: tuple[JoinsMembers | None, ...]
+    """By member, its backend where that copies layers of several members in one go."""
+
+    spanners: tuple[JoinsLayers | None, ...]
+    """By member, its backend where that copies several layers in one go."""
+
+    joins: bool
+    """Whether two members share a joiner."""
+
+    spans: bool
+    """Whether there is a spanner, and this is a backup: a load is waited for layer by layer."""
 
     @classmethod
     def over(cls, direction: Direction, legs: tuple[Leg, ...], num_layers: int) -> Route:
@@ -106,9 +64,22 @@ class Route:
                 if (pool_layer := leg.member.pool_layers[layer]) is not None
             )
             layers.append((tuple(index for index, _ in jobs), jobs))
-        each = tuple(leg.member.device.spec.layer_bytes for leg in legs)
-        components = tuple(len(leg.member.device.spec.parts) for leg in legs)
-        return cls(direction, legs, tuple(layers), each, components)
+        specs = [leg.member.device.spec for leg in legs]
+        backends = [leg.backend for leg in legs]
+        joiners = tuple(each if isinstance(each, JoinsMembers) else None for each in backends)
+        spanners = tuple(each if isinstance(each, JoinsLayers) else None for each in backends)
+        joining = [id(each) for each in joiners if each is not None]
+        return cls(
+            direction,
+            legs,
+            tuple(layers),
+            page_bytes=tuple(spec.layer_bytes for spec in specs),
+            components=tuple(len(spec.parts) for spec in specs),
+            joiners=joiners,
+            spanners=spanners,
+            joins=len(set(joining)) < len(joining),
+            spans=direction is Direction.BACKUP and any(spanners),
+        )
 
     def prepare(self, plan: CopyPlan) -> Copies:
         """Make the copies of a plan ready, on the stream's own thread."""
@@ -123,7 +94,18 @@ class Route:
             prepared[part.member] = leg.backend.prepare(
                 member.device, member.host, self.direction, part.runs
             )
-        return Copies(self._layers, prepared, pages, self._page_bytes, self._components)
+        return Copies(self, prepared, pages)
+
+    def warm_up(self) -> None:
+        """Let backends get ready for their first copy, on the stream's own thread."""
+        for leg in self.legs:
+            if isinstance(leg.backend, WarmsUp):
+                leg.backend.warm_up(leg.member.device, leg.member.host, self.direction)
+
+    @property
+    def cold(self) -> bool:
+        """Whether `warm_up` would do anything."""
+        return any(isinstance(leg.backend, WarmsUp) for leg in self.legs)
 
 
 @attrs.define(eq=False)
@@ -168,6 +150,14 @@ class Router:
             found = Route.over(direction, legs, self.group.num_layers)
             self._routes[direction, name] = found
         return found
+
+    def cold(self) -> list[Route]:
+        """Return those of the default routes whose backends want to be warmed up."""
+        found = []
+        for direction in Direction:
+            with suppress(UnsupportedPairError):  # a scheduler may be open for one direction alone
+                found.append(self.route(direction, None))
+        return [route for route in found if route.cold]
 
     def _leg(self, member: Member, direction: Direction, name: str) -> Leg:
         kind, pinned = member.device.spec.kind, member.host.pinned

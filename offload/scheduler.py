@@ -21,6 +21,7 @@ from offload.core.kinds import Direction
 from offload.core.pages import PagesLike
 from offload.counters import Counters
 from offload.errors import RequestError, SchedulerClosedError
+from offload.flight_warm import warm_up
 from offload.group import PagePair, PoolGroup
 from offload.shell import Shell
 from offload.statistics import Statistics
@@ -44,6 +45,11 @@ class Scheduler:
 
     async def __aenter__(self) -> Self:
         self._shell.open()
+        try:
+            await warm_up(self._shell.driver, self._shell.desk.router.cold())
+        except BaseException:
+            await self.aclose()
+            raise
         return self
 
     async def __aexit__(

@@ -492,7 +492,7 @@ class Shell:
                 self.driver.stream(batch.direction).kick()
             case Watch(batch):
                 flight = self._flights[batch.id]
-                flight.watched = True
+                flight.watched = flight.by_layer = True
                 self._report(flight)
             case Stop(batch):
                 self._flights[batch.id].stopped = True
@@ -513,7 +513,7 @@ class Shell:
         )
         self.batches += 1
         self._flights[batch.id] = flight
-        flight.watched = any(piece.followers for piece in batch.pieces)
+        flight.watched = flight.by_layer = any(piece.followers for piece in batch.pieces)
         now = self.driver.now_ns()
         for piece in batch.pieces:
             transfer = self.transfers.get(piece.request.id)

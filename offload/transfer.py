@@ -64,6 +64,9 @@ class Transfer:
     _written: dict[int, object] | None = None
     """Of a streaming backup, the layers that were written."""
 
+    _by_layer: bool = False
+    """Whether somebody has waited for a single layer of it."""
+
     _released: bool = False
     _waiters: list[tuple[int, anyio.Event]] = attrs.field(factory=list)
     _joined: list[Transfer] | None = None
@@ -214,6 +217,7 @@ class Transfer:
         """Wait as `wait_layer` does; return when a wait that blocked began, in ns, else 0."""
         if self._landed(index):
             return 0
+        self._follow_layers()
         start = self._shell.driver.now_ns()
         self._block(lambda: self._landed(index), f"layer {index} to land", timeout)
         return start
@@ -262,6 +266,7 @@ class Transfer:
                 "fence was called on a stream that captures a graph, and a wait made now would be "
                 "lost or would break the capture. Fence just before the replay."
             )
+        self._follow_layers()
         while not self._landed(index):
             self._block(lambda: self._issued(index), f"layer {index} to be issued", timeout)
             flight = self._flight_of(index)
@@ -456,11 +461,21 @@ class Transfer:
         self._flight = flight
         if self.watched:
             flight.watched = flight.issue_watched = True
+        if self._by_layer:
+            flight.by_layer = True
         flight.transfers.append(self)
+
+    def _follow_layers(self) -> None:
+        """Have its layers enqueued one by one, as far as they are not yet. Any thread."""
+        lead = self._lead or self
+        lead._by_layer = True
+        if lead._flight is not None:
+            lead._flight.by_layer = True
 
     def _watch(self) -> None:
         """Have its flights report each layer; what they published before is seen by whoever looks next."""
         lead = self._lead or self
+        self._follow_layers()
         for flight in (lead._flight, *(lead._layers or {}).values()):
             if flight is not None:
                 flight.watched = flight.issue_watched = True

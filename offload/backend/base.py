@@ -1,14 +1,16 @@
 """How bytes move: the seam behind every io backend, and the work of one layer made of its copies.
 
 A backend prepares the copies between one pair of pools once per batch, on the stream's own thread; then
-each layer is one call. What it prepares owns its index tensors and descriptors until it is dropped.
+each layer is one call. What it prepares owns its index tensors and descriptors until it is dropped. A backend
+may also offer to copy several members (`JoinsMembers`) or several layers (`JoinsLayers`) in one go, and to get
+ready before the first batch (`WarmsUp`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import attrs
 import torch
@@ -65,6 +67,34 @@ class Backend(Protocol):
         Args:
             runs: Source to destination in the sense of `direction`, destinations distinct.
         """
+
+
+Jobs: TypeAlias = Sequence[tuple[Prepared, int]]
+"""Prepared copies with one of their pool layers."""
+
+
+@runtime_checkable
+class JoinsMembers(Protocol):
+    """A backend that copies one layer of several members of a group in one go."""
+
+    def copy_members(self, jobs: Jobs) -> None:
+        """Move the bytes of all of them, prepared by this backend, or enqueue that on the current stream."""
+
+
+@runtime_checkable
+class JoinsLayers(Protocol):
+    """A backend that copies several layers of one member in one go."""
+
+    def copy_layers(self, prepared: Prepared, layers: Sequence[int]) -> None:
+        """Move the bytes of these pool layers, or enqueue that on the current stream."""
+
+
+@runtime_checkable
+class WarmsUp(Protocol):
+    """A backend whose first copy would take longer than others."""
+
+    def warm_up(self, device: DevicePool, host: HostPool, direction: Direction) -> None:
+        """Do now, on the stream's own thread, what that copy would have to do first."""
 
 
 POISON = 0xFF
@@ -125,21 +155,29 @@ class PoolCopy:
 
 
 class LayerWork:
-    """The copies of one model layer of one batch: a `Work` for a driver's stream.
+    """The copies of one model layer of one batch, or of several: a `Work` for a driver's stream.
 
     Args:
-        jobs: (prepared copies, pool layer) of each member of the group that has this model layer.
+        jobs: Each member of the group that has the model layer.
         nbytes: Bytes of all of them.
+        calls: What moves them, where that is not one call for each.
     """
 
-    __slots__ = ("jobs", "nbytes")
+    __slots__ = ("calls", "jobs", "nbytes")
 
-    def __init__(self, jobs: Sequence[tuple[Prepared, int]], nbytes: int) -> None:
+    def __init__(
+        self, jobs: Jobs, nbytes: int, calls: Sequence[Callable[[], None]] | None = None
+    ) -> None:
         self.jobs = jobs
         self.nbytes = nbytes
+        self.calls = calls
 
     def __call__(self) -> None:
         """Move the bytes, or enqueue that on the current stream."""
+        if self.calls is not None:
+            for call in self.calls:
+                call()
+            return
         for prepared, layer in self.jobs:
             prepared.copy(layer)
 

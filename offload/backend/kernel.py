@@ -1,137 +1,125 @@
-"""io backend `kernel`: one Triton launch per layer and component; host memory is read and written in place.
+"""io backend `kernel`: one Triton launch per component, of a layer or of several; host memory is used in place.
 
 The kernel moves words. The widest that all addresses, strides and lengths of a launch divide into is taken:
 16 bytes (two 8-byte words at once), 8, 4, or single bytes where an adopted pool begins at an odd address.
 Page ids are checked at submit, because nothing checks them on the device.
+
+Several layers go in one launch where nobody follows them one by one: a launch costs the issuing thread more
+than a small layer takes to move. Every variant is launched once, for no pages, when a scheduler opens:
+compiling it and loading its code would stall the first request, and may not happen while a graph is captured.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterable, Sequence
 from functools import partial
-from math import gcd, prod
+from typing import cast
 
 import attrs
+import numpy as np
 import torch
 
-from offload.backend.addresses import addresses
-from offload.backend.base import PoolCopy
+from offload.backend.addresses import address, addresses
+from offload.backend.base import PoolCopy, Prepared
 from offload.backend.direct import DirectCopy
-from offload.backend.kernel_triton import copy_rows
-from offload.core.geometry import ComponentGeometry, pair_alignment, pair_runs
+from offload.backend.kernel_shape import Shape
+from offload.backend.kernel_triton import WORDS, copy_layers, copy_rows
+from offload.core.geometry import ComponentGeometry
 from offload.core.kinds import Direction
-from offload.core.plan import Runs, copy_ops
-from offload.driver.cuda_calls import CudaCalls, Launch, Spans, here
-from offload.pool import DevicePool, HostPool
+from offload.core.plan import Runs, coalesce, copy_ops
+from offload.driver.cuda_calls import CudaCalls, Launch, Spans, Words, here
+from offload.pool import DevicePool, HostPool, Pool
 
-MAX_PROGRAMS = 16
-"""Programs of one launch. Each keeps a tile of 16 KiB in flight, and a link of 55 GB/s with 1.2 us of latency
-wants 64 KiB; vLLM takes 12 and SGLang 2 bigger ones. Few, so that compute keeps its multiprocessors."""
-
-_TILE = 2048  # words: 16 KiB, and 16 words for each of 128 threads, so pairs of words stay together
-_WARPS = 4
-_WIDEST = 16
-_WORDS = {16: torch.int64, 8: torch.int64, 4: torch.int32, 1: torch.uint8}
+_OPTIONS = {
+    "num_warps": 4,
+    "enable_fp_fusion": False,  # no floats here; left open, Triton 3.9 warns about a default
+}
 
 
 class KernelBackend:
-    """Gathers and scatters rows with a Triton kernel."""
+    """Gathers and scatters rows with Triton kernels."""
 
     name = "kernel"
+
+    def __init__(self) -> None:
+        self._warm: list[Launch] = []
+        """Launches for no pages: a stream may still have to pass them."""
 
     def prepare(
         self, device: DevicePool, host: HostPool, direction: Direction, runs: Runs
     ) -> KernelCopy:
         """Put the page ids where the kernel can read them."""
-        both = PoolCopy.of(device, host, direction, runs)
-        calls = here()
-        source, destination = both.pages
-        return KernelCopy(both, calls, calls.host_numbers(source), calls.host_numbers(destination))
+        return KernelCopy.of(PoolCopy.of(device, host, direction, runs))
 
+    def copy_layers(self, prepared: Prepared, layers: Sequence[int]) -> None:
+        """Launch one kernel per component for all these pool layers."""
+        cast("KernelCopy", prepared).copy_layers(layers)
 
-@attrs.frozen
-class Shape:
-    """One component's rows as the kernel counts them."""
+    def warm_up(self, device: DevicePool, host: HostPool, direction: Direction) -> None:
+        """Launch every variant that these pools can need, for no pages."""
+        page = np.zeros(1, np.int64)
+        copy = self.prepare(device, host, direction, coalesce(page, page))
+        self.warm_up_copy(copy, layers_at_once=direction is Direction.BACKUP)
 
-    unit_bytes: int
-    """Bytes of the unit in which rows start: one word or two."""
-
-    dtype: torch.dtype
-    counts: tuple[int, ...]
-    strides: tuple[tuple[int, int], ...]
-    """Bytes on each side between rows, one pair per count."""
-
-    nbytes: int
-    """Bytes of a row."""
-
-    @classmethod
-    def of(cls, source: ComponentGeometry, destination: ComponentGeometry, start: int) -> Shape:
-        """Return the shape of rows that start at multiples of what divides `start` as well."""
-        runs = pair_runs(source, destination)
-        loops = (*([(1, (0, 0))] * (3 - len(runs.loops))), *runs.loops)
-        widest = gcd(pair_alignment(source, destination), start)
-        unit = next(size for size in _WORDS if widest % size == 0)
-        counts, strides = zip(*loops, strict=True)
-        return cls(unit, _WORDS[unit], counts, strides, runs.nbytes)
-
-    def constants(self, source_page: int, destination_page: int) -> dict[str, object]:
-        """Return the kernel's compile-time arguments; the page strides are given in bytes."""
-        word = self.dtype.itemsize
-        width = self.nbytes // word
-        block = min(_TILE, 1 << (width - 1).bit_length())
-        unit = self.unit_bytes
-        named: dict[str, object] = {
-            "SOURCE_PAGE": source_page // unit,
-            "DESTINATION_PAGE": destination_page // unit,
-            "WIDTH": width,
-            "UNIT": unit // word,
-            "ROWS": _TILE // block,
-            "BLOCK": block,
-        }
-        for axis, (count, (source, destination)) in enumerate(
-            zip(self.counts, self.strides, strict=True)
-        ):
-            named[f"COUNT_{axis}"] = count
-            named[f"SOURCE_{axis}"] = source // unit
-            named[f"DESTINATION_{axis}"] = destination // unit
-        return named
-
-    def programs(self, num_pages: int) -> int:
-        """Return how many programs to start."""
-        width = self.nbytes // self.dtype.itemsize
-        block = min(_TILE, 1 << (width - 1).bit_length())
-        rows = _TILE // block
-        tiles = -(-num_pages * prod(self.counts) // rows) * -(-width // block)
-        return min(MAX_PROGRAMS, tiles)
+    def warm_up_copy(self, copy: KernelCopy, *, layers_at_once: bool) -> None:
+        """Launch every variant of one copy, for no pages."""
+        for launch in copy.variants(layers_at_once=layers_at_once):
+            self._warm.append(launch)
+            here().launch(launch)
 
 
 @attrs.define(eq=False)
 class KernelCopy(DirectCopy):
-    """Prepared copies of `kernel`. Owns the page ids and every view that a launch was given."""
+    """Prepared copies of `kernel`. Owns the page ids and every table that a launch was given."""
 
     _calls: CudaCalls
     _source_pages: torch.Tensor
     _destination_pages: torch.Tensor
     _kept: list[Launch] = attrs.field(init=False, factory=list)
 
+    @classmethod
+    def of(cls, both: PoolCopy) -> KernelCopy:
+        """Return the copies, their page ids where a kernel reads them."""
+        calls = here()
+        return cls(both, calls, *(calls.host_numbers(np.ascontiguousarray(p)) for p in both.pages))
+
     def copy(self, layer: int) -> None:
         """Launch one kernel per component on the current stream."""
-        if self._both.runs.num_pages:
-            for index in range(len(self._both.pairs)):
-                launch = self._launch(index, layer)
-                self._kept.append(launch)
-                self._calls.launch(launch)
+        for index in range(self.num_ops(layer)):
+            self._start(self._one(index, layer, self._both.runs.num_pages))
+
+    def copy_layers(self, layers: Sequence[int]) -> None:
+        """Launch one kernel per component for several pool layers."""
+        for index in range(self.num_ops(layers[0])):
+            self._start(self._several(index, layers, self._both.runs.num_pages))
 
     def num_ops(self, layer: int) -> int:
         """Return the number of launches."""
         return len(self._both.pairs) if self._both.runs.num_pages else 0
 
-    def _launch(self, index: int, layer: int) -> Launch:
+    def variants(self, *, layers_at_once: bool) -> Iterable[Launch]:
+        """Return one launch, for no pages, of each variant that these pools can need."""
+        found: dict[Hashable, Launch] = {}
+        for index, (part, _) in enumerate(self._both.pairs):
+            layers = range(part.num_layers)
+            launches = [self._one(index, layer, 0) for layer in layers]
+            if layers_at_once:
+                launches.append(self._several(index, layers, 0))
+            found |= {variant(launch): launch for launch in launches}
+        return found.values()
+
+    def _start(self, launch: Launch) -> None:
+        self._kept.append(launch)
+        self._calls.launch(launch)
+
+    def _one(self, index: int, layer: int, num_pages: int) -> Launch:
+        """Return the launch for one component of one layer."""
         both = self._both
         ours, theirs = both.pairs[index]
         source, _ = both.source.flat(ours.name, layer)
         destination, _ = both.destination.flat(theirs.name, layer)
-        shape = Shape.of(ours, theirs, _alignment(source, destination))
-        unit, num_pages = shape.unit_bytes, both.runs.num_pages
+        shape = Shape.of(ours, theirs, (*_start(source), *_start(destination)))
+        unit = shape.unit_bytes
         return Launch(
             kernel=copy_rows,
             grid=(shape.programs(num_pages),),
@@ -144,26 +132,64 @@ class KernelCopy(DirectCopy):
                 ours.at(layer, 0) // unit,
                 theirs.at(layer, 0) // unit,
             ),
+            meta={**shape.constants(ours.page_stride, theirs.page_stride), **_OPTIONS},
+            spans=partial(_spans, both, index, [layer] if num_pages else []),
+        )
+
+    def _several(self, index: int, layers: Sequence[int], num_pages: int) -> Launch:
+        """Return the launch for one component of several layers."""
+        both = self._both
+        ours, theirs = both.pairs[index]
+        starts = _layer_starts(both.source, ours, layers)
+        ends = _layer_starts(both.destination, theirs, layers)
+        shape = Shape.of(ours, theirs, (*starts, *ends))
+        return Launch(
+            kernel=copy_layers,
+            grid=(shape.programs(num_pages, len(layers)),),
+            args=(
+                self._calls.host_numbers(np.array(starts, np.int64)),
+                self._calls.host_numbers(np.array(ends, np.int64)),
+                self._source_pages,
+                self._destination_pages,
+                num_pages,
+                len(layers),
+            ),
             meta={
                 **shape.constants(ours.page_stride, theirs.page_stride),
-                "num_warps": _WARPS,
-                "enable_fp_fusion": False,  # no floats here; left open, Triton 3.9 warns about a default
+                "WORD": WORDS[shape.dtype.itemsize],
+                "ALIGNMENT": shape.unit_bytes,
+                **_OPTIONS,
             },
-            spans=partial(_spans, both, index, layer),
+            spans=partial(_spans, both, index, layers if num_pages else []),
         )
 
 
-def _spans(both: PoolCopy, index: int, layer: int) -> tuple[Spans, Spans]:
+def variant(launch: Launch) -> Hashable:
+    """Return what decides which machine code a launch runs."""
+    tensors = [arg for arg in launch.args if isinstance(arg, torch.Tensor)]
+    kinds = tuple((tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in tensors)
+    return launch.kernel, kinds, tuple((name, str(each)) for name, each in launch.meta.items())
+
+
+def _layer_starts(pool: Pool, part: ComponentGeometry, layers: Sequence[int]) -> list[int]:
+    """Return the address of each layer's first byte."""
+    return [address(pool, part, layer) + part.at(layer, 0) for layer in layers]
+
+
+def _spans(both: PoolCopy, index: int, layers: Sequence[int]) -> tuple[Spans, Spans]:
     """Return what the rows of one component read and write."""
-    ops = copy_ops(both.runs, *both.pairs[index], layer)
-    source, destination, sizes = addresses(both, index, layer, ops)
+    none: Words = np.zeros(0, np.uint64)
+    found = [(none, none, none)]
+    for layer in layers:
+        ops = copy_ops(both.runs, *both.pairs[index], layer)
+        found.append(addresses(both, index, layer, ops))
+    source, destination, sizes = (np.concatenate(each) for each in zip(*found, strict=True))
     return Spans(source, sizes), Spans(destination, sizes)
 
 
-def _alignment(*tensors: torch.Tensor) -> int:
-    """Return what divides the addresses of all tensors, up to the widest word."""
-    starts = (each for t in tensors for each in (t.data_ptr(), t.storage_offset()))
-    return gcd(_WIDEST, *starts)
+def _start(flat: torch.Tensor) -> tuple[int, int]:
+    """Return what a tensor's words must divide: its address, and its place in its storage."""
+    return flat.data_ptr(), int(flat.storage_offset())
 
 
 def _words(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -1,17 +1,20 @@
-"""io backend `memcpy_batch`: the runs of a layer in one call of the CUDA driver.
+"""io backend `memcpy_batch`: the runs of a layer, over all pools of a group, in one call of the CUDA driver.
 
 The CUDA driver gives no order to the copies of one call, so none may touch the destination of another:
-destination pages are distinct, and runs of one page do not overlap. A call takes at most `MAX_OPS` copies,
-and a layer with more takes several calls.
+destination pages are distinct, runs of one page do not overlap, and no two members of a group share a pool.
+A call takes at most `MAX_OPS` copies, and a layer with more takes several calls.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import cast
 
 import attrs
 import numpy as np
 
 from offload.backend.addresses import addresses
-from offload.backend.base import PoolCopy
+from offload.backend.base import Jobs, PoolCopy
 from offload.backend.direct import DirectCopy
 from offload.core.kinds import Direction
 from offload.core.plan import Runs
@@ -20,6 +23,9 @@ from offload.pool import DevicePool, HostPool
 
 MAX_OPS = 4096
 """Copies in one call. 51,828 have crashed a CUDA driver (vllm#49276), and ROCm faults above 8,192."""
+
+Ranges = tuple[Words, Words, Words]
+"""Addresses of sources and of destinations, and sizes."""
 
 
 class MemcpyBatchBackend:
@@ -33,29 +39,46 @@ class MemcpyBatchBackend:
         """Find out which bytes; each layer then shifts them by its stride."""
         return MemcpyBatchCopy(PoolCopy.of(device, host, direction, runs))
 
+    def copy_members(self, jobs: Jobs) -> None:
+        """Enqueue one layer of several members, as few calls as the limit allows."""
+        copies = [(cast("MemcpyBatchCopy", prepared), layer) for prepared, layer in jobs]
+        joined = _joined(part for copy, layer in copies for part in copy.parts(layer))
+        copies[0][0].enqueue(joined)
+
 
 @attrs.define(eq=False)
 class MemcpyBatchCopy(DirectCopy):
     """Prepared copies of `memcpy_batch`."""
 
-    _kept: list[tuple[Words, Words, Words]] = attrs.field(init=False, factory=list)
+    _kept: list[Ranges] = attrs.field(init=False, factory=list)
     """Every array handed to the CUDA driver: it may read them until the copies have ended."""
 
     def copy(self, layer: int) -> None:
         """Enqueue the runs of one pool layer on the current stream."""
+        self.enqueue(self.ranges(layer))
+
+    def enqueue(self, ranges: Ranges) -> None:
+        """Hand ranges to the CUDA driver, and keep them as long as this object lives."""
         calls = here()
-        sources, destinations, sizes = self.ranges(layer)
+        sources, destinations, sizes = ranges
         for start in range(0, len(sizes), MAX_OPS):
             part = slice(start, start + MAX_OPS)
             arrays = destinations[part], sources[part], sizes[part]
             self._kept.append(arrays)
             calls.copy_batch(*arrays)
 
-    def ranges(self, layer: int) -> tuple[Words, Words, Words]:
-        """Return addresses of sources and of destinations, and sizes, of all components."""
-        parts = [
+    def ranges(self, layer: int) -> Ranges:
+        """Return what one pool layer moves, over all components."""
+        return _joined(self.parts(layer))
+
+    def parts(self, layer: int) -> list[Ranges]:
+        """Return the same, by component."""
+        return [
             addresses(self._both, index, layer, self._ops(index, layer))
             for index in range(len(self._both.pairs))
         ]
-        sources, destinations, sizes = (np.concatenate(one) for one in zip(*parts, strict=True))
-        return sources, destinations, sizes
+
+
+def _joined(parts: Iterable[Ranges]) -> Ranges:
+    sources, destinations, sizes = (np.concatenate(one) for one in zip(*parts, strict=True))
+    return sources, destinations, sizes

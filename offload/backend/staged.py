@@ -19,12 +19,11 @@ import torch
 
 from offload.backend.base import PoolCopy
 from offload.backend.direct import DirectCopy
-from offload.backend.kernel import KernelCopy
+from offload.backend.kernel import KernelBackend, KernelCopy
 from offload.backend.memcpy_batch import MemcpyBatchCopy
-from offload.core.geometry import ComponentGeometry
+from offload.core.geometry import WORD, ComponentGeometry
 from offload.core.kinds import Direction
 from offload.core.plan import Runs, coalesce
-from offload.driver.cuda_calls import here
 from offload.pool import DevicePool, HostPool, Pool
 
 STAGING_BYTES = 32 << 20
@@ -38,15 +37,19 @@ class Staging:
 
     memory: torch.Tensor
     parts: tuple[ComponentGeometry, ...]
+    pinned: bool = False
 
     @classmethod
     def like(cls, memory: torch.Tensor, host: tuple[ComponentGeometry, ...], pages: int) -> Staging:
-        """Return memory in which every page is packed in the order in which the host pool has it."""
+        """Return memory in which every page is packed in the order in which the host pool has it.
+
+        Components start at whole words whatever `pages` is, so one variant of the kernel serves all.
+        """
         parts: list[ComponentGeometry] = []
         offset = 0
         for part in host:
             parts.append(_packed(part, offset))
-            offset += pages * part.nbytes
+            offset += _whole_words(pages * part.nbytes)
         return cls(memory, tuple(parts))
 
     def flat(self, component: str, layer: int) -> tuple[torch.Tensor, ComponentGeometry]:
@@ -83,33 +86,51 @@ class StagedBackend:
 
     def __init__(self) -> None:
         self._memory: dict[Direction, torch.Tensor] = {}
+        self._kernels = KernelBackend()
 
     def prepare(
         self, device: DevicePool, host: HostPool, direction: Direction, runs: Runs
     ) -> StagedCopy:
         """Split the pages into turns, and prepare both copies of each."""
         both = PoolCopy.of(device, host, direction, runs)
-        page_bytes = device.geometry.page_bytes
-        room = max(1, STAGING_BYTES // page_bytes)
-        pages = min(room, runs.num_pages)
-        memory = self._block(direction, pages * page_bytes, device.device)
+        pages = min(_room(device), runs.num_pages)
+        memory = self._block(both, direction, pages)
         turns = tuple(_turns(both, direction, memory, pages)) if pages else ()
         return StagedCopy(both, turns)
 
-    def _block(self, direction: Direction, nbytes: int, device: torch.device) -> torch.Tensor:
+    def warm_up(self, device: DevicePool, host: HostPool, direction: Direction) -> None:
+        """Take the staging memory, and launch every variant of the kernel for no pages."""
+        page = np.zeros(1, np.int64)
+        one = coalesce(page, page)
+        self._block(PoolCopy.of(device, host, direction, one), direction, _room(device))
+        staged = self.prepare(device, host, direction, one)
+        for kernel in staged.kernels:
+            self._kernels.warm_up_copy(kernel, layers_at_once=False)
+
+    def _block(self, both: PoolCopy, direction: Direction, pages: int) -> torch.Tensor:
         """Return this direction's memory. Both directions have their own stream, so nothing is shared."""
+        nbytes = sum(_whole_words(pages * part.nbytes) for part, _ in both.pairs)
         found = self._memory.get(direction)
         if found is None or found.numel() < nbytes:
-            found = torch.empty(nbytes, dtype=torch.uint8, device=device)
-            self._memory[direction] = found
+            load = direction is Direction.LOAD
+            device = (both.destination if load else both.source).device
+            found = self._memory[direction] = torch.empty(nbytes, dtype=torch.uint8, device=device)
         return found
+
+
+def _room(device: DevicePool) -> int:
+    """Return how many pages of one layer are staged at a time."""
+    return max(1, STAGING_BYTES // device.geometry.page_bytes)
+
+
+def _whole_words(nbytes: int) -> int:
+    return -(-nbytes // WORD) * WORD
 
 
 def _turns(
     both: PoolCopy, direction: Direction, memory: torch.Tensor, pages: int
 ) -> Iterator[tuple[DirectCopy, DirectCopy]]:
     """Yield the two copies of each turn, in the order in which they are enqueued."""
-    calls = here()
     load = direction is Direction.LOAD
     theirs = tuple(pair[0 if load else 1] for pair in both.pairs)
     staging = Staging.like(memory, theirs, pages)
@@ -127,12 +148,10 @@ def _turns(
         second = PoolCopy(
             pool, both.destination, _pairs(both, staging, 1), out, len(turn) * _nbytes(staging)
         )
-        kernel = second if load else first
-        numbers = [calls.host_numbers(np.ascontiguousarray(side)) for side in kernel.pages]
         if load:
-            yield MemcpyBatchCopy(first), KernelCopy(second, calls, *numbers)
+            yield MemcpyBatchCopy(first), KernelCopy.of(second)
         else:
-            yield KernelCopy(first, calls, *numbers), MemcpyBatchCopy(second)
+            yield KernelCopy.of(first), MemcpyBatchCopy(second)
 
 
 def _pairs(
@@ -154,6 +173,11 @@ class StagedCopy(DirectCopy):
     """Prepared copies of `staged`."""
 
     _turns: tuple[tuple[DirectCopy, DirectCopy], ...]
+
+    @property
+    def kernels(self) -> list[KernelCopy]:
+        """Those of its copies that are kernels."""
+        return [copy for turn in self._turns for copy in turn if isinstance(copy, KernelCopy)]
 
     def copy(self, layer: int) -> None:
         """Enqueue both copies of every turn of one pool layer on the current stream."""

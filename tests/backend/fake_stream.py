@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from offload.backend.base import Backend
+from offload.backend.base import Backend, JoinsLayers
 from offload.core.kinds import Direction, IoBackend, Layout
 from offload.driver import cuda_calls
 from offload.pool import Pool
@@ -39,7 +39,14 @@ def on_stream(fake: FakeCuda) -> Iterator[None]:
         cuda_calls._BOUND.calls = before
 
 
-def check(fake: FakeCuda, backend: Backend, cell: Cell, pairs: list[tuple[int, int]]) -> None:
+def check(
+    fake: FakeCuda,
+    backend: Backend,
+    cell: Cell,
+    pairs: list[tuple[int, int]],
+    *,
+    layers_at_once: bool = False,
+) -> None:
     """Copy two layers, compare every byte of both pools with what the oracle makes of it."""
     name, layout, direction = cell
     device, host = pools(name, layout)
@@ -47,8 +54,13 @@ def check(fake: FakeCuda, backend: Backend, cell: Cell, pairs: list[tuple[int, i
     with on_stream(fake):
         prepared = backend.prepare(device, host, direction, runs_of(pairs))
         for layer in (2, 0):
-            prepared.copy(layer)
             assert prepared.nbytes(layer) == len(pairs) * device.spec.layer_bytes
+            if not layers_at_once:
+                prepared.copy(layer)
+        if layers_at_once:
+            assert isinstance(backend, JoinsLayers)
+            backend.copy_layers(prepared, (2, 0))
+            assert len(fake.named("launch")) == prepared.num_ops(0)
         assert oracle.same_bytes(device, wanted)
         assert oracle.same_bytes(host, host_wanted), "nothing moves before it is stepped"
         fake.run()

@@ -35,6 +35,14 @@ def test_a_supported_cell_copies_as_the_oracle_does(cell: Cell) -> None:
         check(FakeCuda(seed), KernelBackend(), cell, pairs)
 
 
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(cell))
+def test_layers_in_one_launch_copy_as_the_oracle_does(cell: Cell) -> None:
+    """One launch per component moves several layers, in any order of them, and nothing else."""
+    none, *_, few, many = page_sets(cell[2])
+    for seed, pairs in enumerate((none, few, many)):
+        check(FakeCuda(seed), KernelBackend(), cell, pairs, layers_at_once=True)
+
+
 @pytest.mark.parametrize("cell", cells(IoBackend.STAGED), ids=lambda cell: "-".join(cell))
 def test_a_staged_cell_copies_as_the_oracle_does(
     cell: Cell, monkeypatch: pytest.MonkeyPatch

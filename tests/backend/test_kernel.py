@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("triton", reason="the extra `kernel` is not installed")
 
-from offload.backend.kernel import Shape
+from offload.backend.kernel_shape import Shape
 from offload.core.kinds import IoBackend, Layout
 from offload.core.table import BUILT
 from tests.backend.fake_stream import cells
@@ -47,7 +47,7 @@ def shape_of(name: str, layout: Layout) -> Shape:
     device, host = pools(name, layout)
     ours = host.geometry.components[0]
     theirs = device.geometry.component(ours.name)
-    return Shape.of(ours, theirs, 16)
+    return Shape.of(ours, theirs, [16])
 
 
 def compiled(shape: Shape, architecture: int) -> str:
@@ -61,7 +61,7 @@ def compiled(shape: Shape, architecture: int) -> str:
     constants = shape.constants(16 * shape.nbytes, 48 * shape.nbytes)
     word = {"torch.int64": "*i64", "torch.int32": "*i32"}[str(shape.dtype)]
     kinds = {"source": word, "destination": word}
-    kinds |= {"source_pages": "*i64", "destination_pages": "*i64", "num_pages": "i32"}
+    kinds |= {"source_pages": "*i64", "destination_pages": "*i64"}
     names = copy_rows.arg_names
     source = ASTSource(
         copy_rows,

@@ -1,0 +1,138 @@
+"""The copies of a batch, layer by layer: of every member of the group, in as few calls as its backends allow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
+
+import attrs
+
+from offload.backend.base import JoinsLayers, JoinsMembers, LayerWork, Prepared
+
+if TYPE_CHECKING:
+    from offload.route import Route
+
+Layers: TypeAlias = tuple[tuple[tuple[int, ...], tuple[tuple[int, int], ...]], ...]
+"""By model layer, the members that have it; and of each of them, (member, its pool layer)."""
+
+SPAN_BYTES = 64 << 20
+"""Bytes of the layers that go as one work, at most: as much as a stream enqueues ahead of what has landed
+anyhow, so an urgent batch waits no longer for a span than for single layers."""
+
+
+@attrs.define(eq=False)
+class Copies:
+    """The copies of a batch, ready to go, for every layer of the model."""
+
+    _route: Route
+    _prepared: list[Prepared | None]
+    """By member; None where the batch moves none of its pages."""
+
+    _pages: list[int]
+    """By member, how many it moves."""
+
+    _totals: dict[tuple[int, ...], tuple[int, int]] = attrs.field(factory=dict)
+    """(bytes, copies asked for) of one layer, by the members that have it: few, and many layers."""
+
+    def work(self, layer: int) -> LayerWork:
+        """Return the copies of one model layer; none where no member has it."""
+        route, prepared = self._route, self._prepared
+        members, jobs = route.layers[layer]
+        nbytes = (self._totals.get(members) or self._total(members))[0]
+        if len(prepared) == 1 and jobs:  # a single pair of pools: the common case, once per layer
+            only = prepared[0]
+            assert only is not None
+            return LayerWork(((only, jobs[0][1]),), nbytes)
+        return LayerWork(self._jobs(layer), nbytes, self._joined(layer) if route.joins else None)
+
+    def span(self, first: int, end: int) -> LayerWork:
+        """Return the copies of several model layers as one work."""
+        layers = range(first, end)
+        jobs = [job for layer in layers for job in self._jobs(layer)]
+        nbytes = sum(self.size(layer)[0] for layer in layers)
+        return LayerWork(jobs, nbytes, self._spanned(first, end))
+
+    def reach(self, first: int, end: int) -> int:
+        """Return up to which layer a span from `first` may go; `end` at most."""
+        nbytes = self.size(first)[0]
+        layer = first + 1
+        while layer < end and (nbytes := nbytes + self.size(layer)[0]) <= SPAN_BYTES:
+            layer += 1
+        return layer
+
+    @property
+    def spans(self) -> bool:
+        """Whether layers go better together than one by one, where nobody follows them one by one."""
+        return self._route.spans
+
+    def size(self, layer: int) -> tuple[int, int, int]:
+        """Return bytes, copies asked for, and copies made, of one model layer."""
+        prepared = self._prepared
+        members, jobs = self._route.layers[layer]
+        made = 0
+        for member, pool_layer in jobs:
+            copies = prepared[member]
+            if copies is not None:
+                made += copies.num_ops(pool_layer)
+        return *(self._totals.get(members) or self._total(members)), made
+
+    def span_size(self, first: int, end: int) -> tuple[int, int, int]:
+        """Return the same of several layers that went as one work."""
+        sizes = [self.size(layer) for layer in range(first, end)]
+        made = 0
+        for copies, backend, layers in self._by_member(first, end):
+            each = [copies.num_ops(layer) for layer in layers]
+            made += sum(each) if backend is None else max(each)
+        return sum(size[0] for size in sizes), sum(size[1] for size in sizes), made
+
+    def _jobs(self, layer: int) -> list[tuple[Prepared, int]]:
+        prepared = self._prepared
+        return [
+            (copies, pool_layer)
+            for member, pool_layer in self._route.layers[layer][1]
+            if (copies := prepared[member]) is not None
+        ]
+
+    def _joined(self, layer: int) -> list[Callable[[], None]]:
+        """Return the calls of one layer: one for all members whose backend joins them."""
+        calls: list[Callable[[], None]] = []
+        together: dict[JoinsMembers, list[tuple[Prepared, int]]] = {}
+        for member, pool_layer in self._route.layers[layer][1]:
+            copies, backend = self._prepared[member], self._route.joiners[member]
+            if copies is None:
+                continue
+            if backend is None:
+                calls.append(partial(copies.copy, pool_layer))
+            else:
+                together.setdefault(backend, []).append((copies, pool_layer))
+        calls += [partial(backend.copy_members, jobs) for backend, jobs in together.items()]
+        return calls
+
+    def _spanned(self, first: int, end: int) -> list[Callable[[], None]]:
+        """Return the calls of several layers: one for each member whose backend joins layers."""
+        calls: list[Callable[[], None]] = []
+        for copies, backend, layers in self._by_member(first, end):
+            if backend is None:
+                calls += [partial(copies.copy, layer) for layer in layers]
+            else:
+                calls.append(partial(backend.copy_layers, copies, layers))
+        return calls
+
+    def _by_member(
+        self, first: int, end: int
+    ) -> Iterator[tuple[Prepared, JoinsLayers | None, list[int]]]:
+        """Yield the copies of each member, what joins its layers, and which they are."""
+        route = self._route
+        for leg, copies, backend in zip(route.legs, self._prepared, route.spanners, strict=True):
+            mapped = leg.member.pool_layers[first:end]
+            layers = [layer for layer in mapped if layer is not None]
+            if copies is not None and layers:
+                yield copies, backend, layers
+
+    def _total(self, members: tuple[int, ...]) -> tuple[int, int]:
+        route, pages = self._route, self._pages
+        nbytes = sum(pages[member] * route.page_bytes[member] for member in members)
+        asked = sum(pages[member] * route.components[member] for member in members)
+        total = self._totals[members] = nbytes, asked
+        return total
