@@ -1,4 +1,4 @@
-"""Run random programs and say what they found: python -m tests.soak [--seeds N] [--threads N] [--seed S]."""
+"""Run random programs and say what they found: python -m tests.soak [--seeds N] [--threads N] [--seed S] [--plants]."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 
+from tests.soak.plants import MOST_SEEDS, PLANTS, first_find
 from tests.soak.run import Outcome, play, shrink
 from tests.soak.steps import program
 
@@ -26,11 +27,16 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="run this one program and tell its story")
     parser.add_argument("--steps", help="with --seed, only these of its steps: 0,4,9")
     parser.add_argument("--real", action="store_true", help="with --seed, on threads")
+    parser.add_argument(
+        "--plants", action="store_true", help="plant each fault; say which seed finds it"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     given = parser.parse_args()
     _quiet()
     if given.seed is not None:
         return _one(given.seed, given.steps, threads=given.real)
+    if given.plants:
+        return _plants(given.jobs)
     count = given.seeds // 10 if given.threads is None else given.threads
     found = _many(range(given.first, given.first + given.seeds), given.jobs, threads=False)
     found += _many(range(given.first, given.first + count), given.jobs, threads=True)
@@ -77,6 +83,24 @@ def _many(seeds: range, jobs: int, *, threads: bool) -> int:
         way = " --real" if threads else ""
         print(f"replay: python -m tests.soak --seed {failed[0]}{way}")
     return len(failed)
+
+
+def _plants(jobs: int) -> int:
+    """Plant each fault in turn; say how many programs find it."""
+    missed = 0
+    with ProcessPoolExecutor(jobs, initializer=_quiet) as pool:
+        for name, told in zip(PLANTS, pool.map(_hunt, PLANTS), strict=True):
+            missed += not told
+            print(f"{name}: {told or f'NOT FOUND by {MOST_SEEDS} programs'}")
+    return 1 if missed else 0
+
+
+def _hunt(name: str) -> str:
+    outcome = first_find(name)
+    if outcome is None:
+        return ""
+    text = str(outcome.error).split("\n")[0][:120]
+    return f"found by seed {outcome.seed}: {type(outcome.error).__name__}: {text}"
 
 
 def _quiet() -> None:

@@ -1,6 +1,7 @@
 """Faults that the soak must find: each takes away one rule, as a mistake in the code would.
 
-`PLANTS` is the table; `planted(name)` plants one for the length of a block.
+`PLANTS` is the table; `planted(name)` plants one for the length of a block; `first_find(name)` says
+which program notices. `python -m tests.soak --plants` prints that for all of them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from offload.driver.base import Event
 from offload.driver.sim import SimDriver
 from offload.driver.sim_engine import Engine, SimOp, SimTicket
 from offload.flight import Flight
+from offload.testing import RaceError
 from offload.transfer import Transfer
+from tests.soak.player import SoakError
+from tests.soak.run import Outcome, play
+
+MOST_SEEDS = 200
+"""Each planted fault shows within so many programs."""
 
 Patch = pytest.MonkeyPatch
 
@@ -176,3 +183,10 @@ def planted(name: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         PLANTS[name](patch)
         yield
+
+
+def first_find(name: str) -> Outcome | None:
+    """Plant a fault and return the first program that shows it as a race or a wrong byte, else None."""
+    with planted(name):
+        outcomes = map(play, range(MOST_SEEDS))
+        return next((o for o in outcomes if isinstance(o.error, (RaceError, SoakError))), None)
