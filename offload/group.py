@@ -89,7 +89,7 @@ class PoolGroup:
         members: By name; the first is the anchor.
 
     Raises:
-        GeometryError: The pools of a pair differ, or a layer map does not fit.
+        GeometryError: The pools of a pair differ, a layer map does not fit, or two members share a pool.
         UnknownNameError: A member follows one that does not stand before it.
     """
 
@@ -109,6 +109,7 @@ class PoolGroup:
             )
             for index, (name, pair) in enumerate(members.items())
         )
+        _check_apart(self.members)
         having = {layer for layers in maps.values() for layer in layers}
         self.holes = frozenset(range(self.num_layers)) - having
         """Layers of the model that no member has: nothing is copied for them."""
@@ -233,6 +234,20 @@ class PoolGroup:
             if name not in self._own:
                 none = "The group has no member with pages of its own."
                 raise UnknownNameError("member", name, sorted(self._own), without=none)
+
+
+def _check_apart(members: Sequence[Member]) -> None:
+    """Refuse a pool that two members share: copies of one layer may go in any order."""
+    names: dict[DevicePool | HostPool, str] = {}
+    for member in members:
+        for pool in (member.device, member.host):
+            other = names.setdefault(pool, member.name)
+            if other != member.name:
+                raise GeometryError(
+                    f"members {other!r} and {member.name!r} of a group",
+                    expected={"pools": "each in one member"},
+                    got={"pools": f"{pool!r} in both"},
+                )
 
 
 def _layers(pair: Pair) -> list[int]:
