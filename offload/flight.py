@@ -85,9 +85,6 @@ class Flight:
     """Layers below it may be enqueued. Written by the loop."""
 
     stopped: bool = False
-    traced: bool = True
-    """Stamps are taken always: busy time is counted with or without a tracer."""
-
     issued_layers: int = attrs.field(init=False)
     """Layers below it have been enqueued."""
 
@@ -145,6 +142,11 @@ class Flight:
             tracer.plan(self.batch.id, self.batch.direction, self.stream, start, end, ids)
 
     @property
+    def traced(self) -> bool:
+        """Whether somebody records now. Busy time is counted all the same, by stamps that cost nothing."""
+        return self.tracer is not None and self.tracer.active
+
+    @property
     def untouched(self) -> bool:
         """Whether no layer was ever handed out, and so no byte moved."""
         return self._next == self.batch.first
@@ -169,8 +171,7 @@ class Flight:
 
     def _together(self) -> bool:
         """Return whether nobody needs to know of layers one by one: no waiter, no follower, no trace."""
-        traced = self.tracer is not None and self.tracer.active
-        return not (self.by_layer or traced) and self.limit == self.batch.last
+        return not (self.by_layer or self.traced) and self.limit == self.batch.last
 
     def issued(self, layer: int, event: Event) -> None:
         """Publish that a layer has been enqueued, and those before it that went as one with it."""

@@ -42,6 +42,8 @@ POISON = 0xA5
 MAX_BATCH = 4096
 """Ranges that one batched copy takes; more than ten times as many have crashed a CUDA driver."""
 
+_BOOT_NS = 1_000_000_000_000  # the host is up for a while when the device's first step comes
+_LOOK = 0.001  # seconds at most; the next operation that ends cuts it short
 _PATIENCE = 30.0  # seconds until a synchronize that nobody steps becomes an error instead of a hang
 
 
@@ -56,8 +58,10 @@ class FakeCuda(FakeDevice):
         >>> fake.check()
     """
 
-    def __init__(self, seed: int = 0, *, has_batch_copy: bool = True) -> None:
+    def __init__(self, seed: int = 0, *, has_batch_copy: bool = True, step_ns: int = 1_000) -> None:
         super().__init__(seed)
+        self.step_ns = step_ns
+        """How long a step takes, by the times of events and by `now_ns`."""
         self.registered: dict[int, int] = {}
         """Registered host memory: address to bytes."""
         self._batch = has_batch_copy
@@ -66,6 +70,10 @@ class FakeCuda(FakeDevice):
         return (
             f"<FakeCuda {len(self._streams)} streams, {self.time} steps, {len(self.faults)} faults>"
         )
+
+    def now_ns(self) -> int:
+        """Return the time on a host whose clock is the device's: for `CudaDriver(clock=...)`."""
+        return _BOOT_NS + self.time * self.step_ns
 
     # ---- the calling thread -------------------------------------------------------------------------
 
@@ -145,9 +153,12 @@ class FakeCuda(FakeDevice):
             self._append("wait", on, [], lambda: target.done >= position)
 
     def query(self, event: RawEvent) -> bool:
+        mine = cast("FakeEvent", event)
         self._call("query", event, unsafe=True)
         with self._changed:
-            return self._saw(cast("FakeEvent", event))
+            if self._running and not mine.done:
+                self._changed.wait(_LOOK)  # asking takes a moment, in which the streams go on
+            return self._saw(mine)
 
     def synchronize(self, event: RawEvent) -> None:
         mine = cast("FakeEvent", event)
@@ -164,7 +175,9 @@ class FakeCuda(FakeDevice):
         self._call("elapsed_ms", start, end)
         if not (first.timing and last.timing and first.done and last.done):
             raise CudaError("elapsed_ms", 400, "made without timing, or not passed yet")
-        return float(last.time - first.time)
+        if last.time < first.time:
+            self.faults.append("elapsed_ms: the second event passed before the first")
+        return float(np.float32((last.time - first.time) * self.step_ns / 1e6))
 
     # ---- copies -------------------------------------------------------------------------------------
 

@@ -5,12 +5,17 @@ A device tells only the distance between two of its events, in milliseconds as a
 distances are taken from an *anchor*, an event whose host time is known, and the anchor is renewed at
 least every second. The length of a copy comes from its own two events, which are close together.
 
+What a device says of two events in the wrong order is not the same everywhere. So an anchor serves the events
+that were recorded after it, and those that had passed before it was taken; for one that may be either, the
+anchor before it is kept.
+
 Two anchors do not agree to the nanosecond, and readers drop slices that overlap: the times of a stream
 are clamped into its order.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
@@ -25,6 +30,16 @@ TRIES: Final = 3
 """An anchor is the tightest of so many; a preempted host thread spoils one of them, rarely two."""
 
 
+@attrs.frozen(eq=False)
+class _Anchor(Generic[EventT]):
+    """An event that has passed, and when."""
+
+    event: EventT
+    host_ns: int
+    known_ns: int
+    """When the host knew: what is recorded from then on comes after it."""
+
+
 @attrs.define(eq=False)
 class DeviceClock(Generic[EventT]):
     """Turns a pair of timing events into host nanoseconds, in the order of one stream.
@@ -32,46 +47,81 @@ class DeviceClock(Generic[EventT]):
     One per stream, used by the thread that sees its completions.
     """
 
-    record: Callable[[], EventT]
-    """Records a timing event on an *idle* stream and waits until the device has passed it."""
+    record: Callable[[], EventT | None]
+    """Records a timing event on an *idle* stream and returns when the device has passed it; None when that
+    takes too long to say when it was."""
     elapsed_ms: Callable[[EventT, EventT], float]
-    """Milliseconds from the first event to the second; both have passed."""
+    """Milliseconds from the first event to the second, which passed later."""
     now: Callable[[], int]
     """Host nanoseconds."""
     renew_ns: int = RENEW_NS
-    _anchor: tuple[EventT, int] | None = attrs.field(default=None, init=False)
+    _anchors: deque[_Anchor[EventT]] = attrs.field(factory=lambda: deque(maxlen=2), init=False)
+    """The newest first."""
     _last_end: int = attrs.field(default=0, init=False)
 
-    def interval(self, first: EventT, last: EventT, issued_ns: int = 0) -> tuple[int, int]:
+    def interval(self, first: EventT, last: EventT, issued_ns: int) -> tuple[int, int]:
         """Return when the work between two events ran: `(start_ns, end_ns)` of the host.
 
         Args:
             first: Recorded before the work.
             last: Recorded after it; it has passed.
-            issued_ns: When the host enqueued it; nothing starts before that.
+            issued_ns: When the host enqueued it, before it recorded `first`; nothing starts before that.
         """
-        event, host_ns = self._current()
-        start = host_ns + round(self.elapsed_ms(event, first) * 1e6)
-        end = start + round(self.elapsed_ms(first, last) * 1e6)
+        start = self._when(first, issued_ns)
+        if start is None:
+            return self.seen(issued_ns)
+        return self._in_order(start, start + _ns(self.elapsed_ms(first, last)), issued_ns)
+
+    def seen(self, issued_ns: int) -> tuple[int, int]:
+        """Return the same for work whose events carry no times, by when the host sees its end: now.
+
+        It is late by as long as the host took to see it, and begins when it was enqueued, or when what was
+        before it ended.
+        """
+        return self._in_order(issued_ns, self.now(), issued_ns)
+
+    def _in_order(self, start: int, end: int, issued_ns: int) -> tuple[int, int]:
         start, end = clamp(start, end, after=max(self._last_end, issued_ns))
         self._last_end = end
         return start, end
 
-    def _current(self) -> tuple[EventT, int]:
-        if self._anchor is None or self.now() - self._anchor[1] >= self.renew_ns:
-            self._anchor = self._take()
-        return self._anchor
+    def _when(self, event: EventT, issued_ns: int) -> int | None:
+        """Return the host's time of an event that has passed; None without an anchor."""
+        for anchor in self._anchors:
+            if anchor.known_ns <= issued_ns < anchor.host_ns + 2 * self.renew_ns:
+                when = anchor.host_ns + _ns(self.elapsed_ms(anchor.event, event))
+                self._renew()
+                return when
+        fresh = self._take()
+        if fresh is None:
+            return None
+        if not self._anchors or self._old():
+            self._anchors.appendleft(fresh)
+        return fresh.host_ns - _ns(self.elapsed_ms(event, fresh.event))
 
-    def _take(self) -> tuple[EventT, int]:
+    def _renew(self) -> None:
+        fresh = self._take() if self._old() else None
+        if fresh is not None:
+            self._anchors.appendleft(fresh)
+
+    def _old(self) -> bool:
+        return self.now() - self._anchors[0].host_ns >= self.renew_ns
+
+    def _take(self) -> _Anchor[EventT] | None:
         best: tuple[int, EventT, int] | None = None
         for _ in range(TRIES):
             before = self.now()
             event = self.record()
             after = self.now()
+            if event is None:
+                break
             if best is None or after - before < best[0]:
                 best = after - before, event, (before + after) // 2
-        assert best is not None
-        return best[1], best[2]
+        return None if best is None else _Anchor(best[1], best[2], self.now())
+
+
+def _ns(milliseconds: float) -> int:
+    return round(milliseconds * 1e6)
 
 
 def clamp(start: int, end: int, *, after: int) -> tuple[int, int]:

@@ -94,8 +94,12 @@ class Flight(Protocol):
     stopped: bool
     """Set when nobody wants the rest: layers that are not enqueued yet never are."""
 
-    traced: bool
-    """Whether `landed` wants clock stamps; the driver passes zeros otherwise."""
+    @property
+    def traced(self) -> bool:
+        """Whether somebody records now, so that stamps are worth their price; asked for each layer.
+
+        `landed` gets stamps anyway, of whatever costs nothing: they feed plain counts.
+        """
 
     def prepare(self) -> None: ...
 

@@ -45,6 +45,7 @@ class CudaDriver:
         compute_streams: Streams that every submit is ordered after, besides the submitting thread's
             current one. Name them when the forward runs on a stream of another thread.
         calls: How CUDA is reached.
+        clock: The host's nanoseconds; a test may bring its own.
     """
 
     name = "cuda"
@@ -56,11 +57,12 @@ class CudaDriver:
         *,
         compute_streams: Sequence[object] = (),
         calls: CudaCalls | None = None,
+        clock: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
         made = TorchCuda() if calls is None else calls
         given = device if isinstance(device, int) else torch.device(device).index
         index = cast("int | None", given)  # torch declares an int, and gives None for plain 'cuda'
-        self._hub = Hub(made, made.current_device() if index is None else index)
+        self._hub = Hub(made, made.current_device() if index is None else index, clock)
         self._compute = tuple(self._raw(stream) for stream in compute_streams)
         self._lock = threading.Lock()
         self._streams: dict[str, CudaStream] = {}
@@ -172,12 +174,12 @@ class CudaDriver:
         return self._hub.calls.capturing()
 
     def now(self) -> float:
-        """Return the time in seconds, on the clock of deadlines: `time.perf_counter`."""
-        return time.perf_counter()
+        """Return the time in seconds, on the clock of deadlines."""
+        return self._hub.now_ns() / 1e9
 
     def now_ns(self) -> int:
         """Return the time in nanoseconds, on the same clock."""
-        return time.perf_counter_ns()
+        return self._hub.now_ns()
 
     @property
     def alarm(self) -> None:
@@ -197,6 +199,7 @@ class CudaDriver:
         for stream in self._streams.values():
             if self.lost is None:
                 self._hub.calls.destroy_stream(stream.raw)
+        self._hub.close()
 
 
 _FOREIGN = -1  # the waiter of events whose stream nobody told us

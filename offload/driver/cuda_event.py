@@ -21,6 +21,7 @@ from __future__ import annotations
 import heapq
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -30,15 +31,19 @@ from offload.driver.cuda_calls import STICKY, CudaCalls, RawEvent, RawStream, bi
 class Hub:
     """What the streams, waiters and events of one driver share."""
 
-    def __init__(self, calls: CudaCalls, device: int) -> None:
+    def __init__(
+        self, calls: CudaCalls, device: int, now_ns: Callable[[], int] = time.perf_counter_ns
+    ) -> None:
         self.calls = calls
         self.device = device
+        self.now_ns = now_ns
         self.pid = os.getpid()
         self.lost: BaseException | None = None
         self.on_lost: list[Callable[[], None]] = []
         """Called once each, on the thread that saw the loss."""
         self._free: dict[bool, deque[RawEvent]] = {False: deque(), True: deque()}
         self._lock = threading.Lock()
+        self._idle: RawStream | None = None
 
     def enter_thread(self) -> None:
         """Prepare a thread of ours: its device, and a capture mode that forbids it nothing."""
@@ -55,6 +60,19 @@ class Hub:
             raw = self.calls.new_event(timing=timing)
         self.calls.record(raw, stream)
         return CudaEvent(self, raw, waiter, waiter.next_position(), timing=timing, pooled=True)
+
+    def idle_stream(self) -> RawStream:
+        """Return a stream on which nothing runs, made on first use by a thread of ours."""
+        with self._lock:
+            if self._idle is None:
+                self._idle = self.calls.new_stream()
+            return self._idle
+
+    def close(self) -> None:
+        """Destroy what is the hub's own. No thread uses it any more."""
+        if self._idle is not None and self.lost is None:
+            self.calls.destroy_stream(self._idle)
+        self._idle = None
 
     def adopt(self, raw: RawEvent, waiter: Waiter) -> CudaEvent:
         """Return an event that somebody else has recorded. It never goes into the pool."""

@@ -15,15 +15,13 @@ The *waiting* thread (`Waiter`) sees events pass, in stream order, and tells the
 * On a lost device every flight fails, then ends, whether or not anything of it was enqueued: no copy of it
   will be seen to end. `CudaDriver.lost` tells the scheduler which kind of ending it was.
 
-Stamps come from the events: `end` is counted from an earlier event whose time the host knows, and `start`
-is the end before it, or the moment of enqueueing if that was later.
+`cuda_stamps.py` tells when a layer ran.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -36,6 +34,7 @@ from offload.core.lane import Lane
 from offload.driver.base import Event, Flight, Work
 from offload.driver.cuda_calls import RawStream
 from offload.driver.cuda_event import CudaEvent, Hub, Waiter
+from offload.driver.cuda_stamps import Stamps
 from offload.errors import RequestError
 
 AHEAD_LAYERS = 2
@@ -43,8 +42,6 @@ AHEAD_LAYERS = 2
 
 AHEAD_BYTES = 64 << 20
 """Bytes up to which more layers may be: at 50 GB/s an urgent load then waits 1.3 ms at most for them."""
-
-_ANCHOR_MS = 1000.0  # elapsed times are 32-bit floats: 0.06 us of resolution at a second
 
 
 @attrs.define(eq=False)
@@ -55,36 +52,10 @@ class _Ticket:
     layer: int
     work: Work
     event: CudaEvent
+    begun: CudaEvent | None
     issue_ns: int
     error: BaseException | None
     nbytes: int
-
-
-class Stamps:
-    """When events passed, on the host's clock. Used by the waiting thread alone."""
-
-    def __init__(self, hub: Hub) -> None:
-        self._hub = hub
-        self._anchor: tuple[CudaEvent, int] | None = None
-        self._last_end = 0
-
-    def of(self, event: CudaEvent, issue_ns: int) -> tuple[int, int]:
-        """Return start and end of the layer that `event` closes, in nanoseconds of `perf_counter_ns`."""
-        now = time.perf_counter_ns()
-        if not event.timing:
-            return 0, 0
-        end = now
-        if self._anchor is not None:
-            first, first_ns = self._anchor
-            elapsed = self._hub.calls.elapsed_ms(first.raw, event.raw)
-            if elapsed < _ANCHOR_MS:
-                end = min(now, first_ns + round(elapsed * 1e6))
-        if end == now:
-            # Either no anchor that is near, or one that the host saw too late: this one is better.
-            self._anchor = (event, now)
-        start = min(end, max(self._last_end, issue_ns))
-        self._last_end = end
-        return start, end
 
 
 class CudaStream:
@@ -95,7 +66,7 @@ class CudaStream:
         self.raw = raw
         self._hub = hub
         self._waiter = Waiter(hub, name)
-        self._stamps = Stamps(hub)
+        self._stamps = Stamps(hub, raw, self._waiter)
         self._lane: Lane[Flight] = Lane()
         self._inbox: SimpleQueue[Flight | None] = SimpleQueue()
         self._gates: deque[Event] = deque()
@@ -222,8 +193,9 @@ class CudaStream:
 
     def _issue(self, flight: Flight, layer: int, work: Work) -> None:
         """Enqueue a layer and mark its end, whatever happens in between."""
-        issue_ns = time.perf_counter_ns()
+        issue_ns = self._hub.now_ns()
         self._begun[id(flight)] = layer
+        begun = self._stamps.begin() if flight.traced else None
         error: BaseException | None = None
         try:
             with self._hub.calls.using(self.raw):
@@ -231,7 +203,7 @@ class CudaStream:
         except BaseException as raised:  # noqa: BLE001 - told to the flight
             error = raised
         try:
-            event = self._mark(timing=flight.traced and error is None)
+            event = self._mark(timing=begun is not None)
         except Exception as raised:  # noqa: BLE001 - nothing says any more when its copies have ended
             self._hub.lose(error or raised)
             return
@@ -245,7 +217,7 @@ class CudaStream:
             flight.issued(layer, event)
         else:
             self._lane.drop(flight)
-        ticket = _Ticket(flight, layer, work, event, issue_ns, error, nbytes)
+        ticket = _Ticket(flight, layer, work, event, begun, issue_ns, error, nbytes)
         self._waiter.add(event, partial(self._land, ticket))
 
     def _mark(self, *, timing: bool) -> CudaEvent:
@@ -297,7 +269,7 @@ class CudaStream:
         if ticket.error is not None:
             self._fail(flight, layer, ticket.error)
         elif self._hub.lost is None:
-            stamps = self._stamp(ticket)
+            stamps = self._stamps.of(ticket.begun, ticket.event, ticket.issue_ns)
             with self._telling:
                 if id(flight) in self._carried:
                     self._landed[id(flight)] = layer
@@ -305,14 +277,6 @@ class CudaStream:
         self._passed = [self._passed[0] + 1, self._passed[1] + ticket.nbytes]
         if self._full:
             self.kick()
-
-    def _stamp(self, ticket: _Ticket) -> tuple[int, int]:
-        if not ticket.flight.traced:
-            return 0, 0
-        try:
-            return self._stamps.of(ticket.event, ticket.issue_ns)
-        except Exception:  # noqa: BLE001 - a stamp is not worth a failed copy; a sticky error comes back
-            return ticket.issue_ns, time.perf_counter_ns()
 
     def _fail(self, flight: Flight, layer: int, error: BaseException) -> None:
         """Tell a flight, once, that it failed."""

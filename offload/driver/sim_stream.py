@@ -211,7 +211,7 @@ class Copy:
         trip.flying -= 1
         if self.error is None and not trip.broken:
             trip.landed += 1
-            stamps = (self.began, stream.engine.clock.now) if trip.flight.traced else (0.0, 0.0)
+            stamps = self.began, stream.engine.clock.now
             trip.flight.landed(self.layer, *(round(stamp * 1e9) for stamp in stamps))
         stream.engine.tell(stream.engine.landed)
         stream.kick()

@@ -159,10 +159,9 @@ class ThreadStream:
         order = self._hooks.begin(self.name, flight, layer) if self._hooks else None
         self.issued = position = self.issued + 1
         flight.issued(layer, Ticket(self, position))
-        traced = flight.traced
-        start_ns = time.perf_counter_ns() if traced else 0
+        start_ns = time.perf_counter_ns()
         error = self._move(work, order)
-        end_ns = time.perf_counter_ns() if traced else 0
+        end_ns = time.perf_counter_ns()
         if order is not None and self._hooks is not None:
             self._hooks.end(order.op, error)
         if error is None:

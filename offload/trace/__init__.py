@@ -4,14 +4,13 @@ records.py    what the ring holds
 tracer.py     the recorder
 forward.py    one forward pass, as the hooks see it
 timeline.py   a snapshot, sorted by kind; from a tracer or from a file
-events.py     timeline -> trace events, in order
+events.py     timeline -> trace events, in order (events_*.py: one kind each)
 write.py      trace events -> a file, whole or not at all
 overlay.py    ours and torch.profiler's in one file
 report.py     the numbers
 picture.py    the picture
 check.py      is this trace one that readers take as it is?
 view.py       hand one file to a viewer
-commands.py   the command line's share
 """
 
 from __future__ import annotations

@@ -23,82 +23,163 @@ class FakeDevice:
     """A device whose events are nanoseconds of the host's own clock, told as a device tells them."""
 
     now: int = 0
-    anchors: int = 0
     delay: int = 8_000
+    deaf: bool = False
+    anchors: list[int] = attrs.field(factory=list)
 
-    def record(self) -> int:
+    def record(self) -> int | None:
         """Record an event half a delay from now, and wait for it."""
-        self.anchors += 1
         event = self.now + self.delay // 2
         self.now += self.delay
-        return event
+        self.anchors.append(event)
+        return None if self.deaf else event
 
     def elapsed_ms(self, first: int, last: int) -> float:
-        """Return the distance as cudaEventElapsedTime does."""
+        """Return the distance as cudaEventElapsedTime does, of two events in their order."""
+        assert first <= last
         return as_float32((last - first) / MS)
 
-    def clock(self) -> DeviceClock[int]:
+    def clock(self, **options: int) -> DeviceClock[int]:
         """Return a clock over it."""
-        return DeviceClock(self.record, self.elapsed_ms, lambda: self.now)
+        return DeviceClock(self.record, self.elapsed_ms, lambda: self.now, **options)
+
+    def copy(self, clock: DeviceClock[int], start: int, length: int) -> tuple[int, int]:
+        """Return what the clock says of a copy that the host enqueues 1 us before it starts, and sees end."""
+        self.now = max(self.now, start + length + 5_000)
+        return clock.interval(start, start + length, start - 1_000)
 
 
 def test_interval_is_found() -> None:
     """A copy's start is right to the resolution of the float, its length to a nanosecond."""
-    device = FakeDevice()
+    device = FakeDevice(now=500 * MS)
     clock = device.clock()
-    device.now = 500 * MS
-    clock.interval(500 * MS + 10_000, 500 * MS + 20_000)
-    start, end = clock.interval(900 * MS, 900 * MS + 250_000)
+    device.copy(clock, 501 * MS, 10_000)
+    start, end = device.copy(clock, 900 * MS, 250_000)
     assert abs(start - 900 * MS) <= 61
     assert abs(end - start - 250_000) <= 1
 
 
+def test_what_was_enqueued_before_the_first_anchor_is_found_too() -> None:
+    """Copies that were in the air when it was taken are measured back from an anchor of their own."""
+    device = FakeDevice(now=100 * MS)
+    clock = device.clock()
+    issued = device.now - 1_000
+    told = []
+    for k in range(4):
+        at = 100 * MS + k * 200_000
+        device.now = at + 150_000
+        told.append(clock.interval(at, at + 100_000, issued))
+    assert [start for start, _ in told] == [100 * MS + k * 200_000 for k in range(4)]
+    assert {end - start for start, end in told} == {100_000}
+
+
 def test_anchor_is_renewed_each_second() -> None:
-    """An hour after the start times are still right: the anchor is a second old at most."""
+    """An hour of copies: each is right, the anchor is renewed once a second, and not for each copy."""
     device = FakeDevice()
     clock = device.clock()
-    clock.interval(0, 10)
-    taken = device.anchors
-    device.now += 3_600_000 * MS
-    at = device.now
-    start, _ = clock.interval(at, at + 100)
-    assert device.anchors == 2 * taken
+    for k in range(1, 3_600):
+        at = k * 1_000 * MS
+        for step in range(3):
+            start, _ = device.copy(clock, at + step * MS, 1_000)
+            assert abs(start - at - step * MS) <= 122
+    assert len(device.anchors) <= 3 * 3_600
+
+
+def test_after_an_hour_without_copies_the_old_anchor_is_not_used() -> None:
+    """Its distance would be off by a quarter of a millisecond."""
+    device = FakeDevice()
+    clock = device.clock()
+    device.copy(clock, MS, 1_000)
+    at = 3_600_000 * MS + 37_123
+    start, _ = device.copy(clock, at, 1_000)
     assert abs(start - at) <= 61
+
+
+def test_events_in_the_air_keep_their_anchor() -> None:
+    """A copy that was enqueued before a renewal and lands after it is measured from the older anchor."""
+    device = FakeDevice()
+    clock = device.clock()
+    device.copy(clock, MS, 1_000)
+    before = 1_100 * MS
+    device.copy(clock, before + 10 * MS, 1_000)  # renews
+    taken = len(device.anchors)
+    first = before + 20 * MS
+    device.now = first + 10_000
+    start, end = clock.interval(first, first + 300, before)
+    assert abs(start - first) <= 122
+    assert (end - start, len(device.anchors)) == (300, taken)
 
 
 def test_without_renewal_it_would_drift() -> None:
     """The control: with one anchor for an hour the float alone is off by more than 10 us."""
     device = FakeDevice()
-    clock = DeviceClock(device.record, device.elapsed_ms, lambda: device.now, renew_ns=10**18)
-    clock.interval(0, 10)
+    clock = device.clock(renew_ns=10**18)
+    device.copy(clock, MS, 100)
     worst = 0
     for k in range(50):
-        device.now = at = 3_600_000 * MS + k * 37_123
-        worst = max(worst, abs(clock.interval(at, at + 100)[0] - at))
+        at = 3_600_000 * MS + k * 37_123
+        worst = max(worst, abs(device.copy(clock, at, 100)[0] - at))
     assert worst > 10_000
 
 
 def test_stream_order_is_kept() -> None:
     """Copies of one stream never overlap, whatever two anchors say."""
     device = FakeDevice()
-    clock = device.clock()
+    clock = device.clock(renew_ns=1)
     previous = 0
     for k in range(200):
-        device.now += 10 * MS
         device.delay = 8_000 + 40_000 * (k % 2)
-        first = device.now - 2_000 + 700 * (k % 3)
-        start, end = clock.interval(first, first + 1_500)
+        start, end = device.copy(clock, device.now + 700 * (k % 3), 1_500)
         assert start >= previous
         assert end >= start
         previous = end
 
 
+def test_the_tightest_of_three_is_the_anchor() -> None:
+    """A host thread that was preempted while one of them was taken does not spoil the anchor."""
+    device = FakeDevice(now=10 * MS)
+    delays = iter([900_000, 4_000, 700_000])
+    record = device.record
+
+    def preempted() -> int | None:
+        device.delay = next(delays)
+        event = record()
+        assert event is not None
+        return event - device.delay // 2  # right at the beginning: its middle is a wrong guess
+
+    clock = DeviceClock(preempted, device.elapsed_ms, lambda: device.now)
+    start, _ = clock.interval(9 * MS, 9 * MS + 500, 0)
+    assert abs(start - 9 * MS) <= 2_000
+
+
+def test_a_device_that_does_not_answer_in_time_is_not_waited_for() -> None:
+    """Without an anchor the host's own times are told, until there is one again."""
+    device = FakeDevice(now=MS, deaf=True)
+    clock = device.clock()
+    at = device.now
+    assert clock.interval(at + 1, at + 2, at) == (at, device.now)
+    assert len(device.anchors) == 1
+    device.deaf = False
+    start, end = device.copy(clock, 5 * MS, 700)
+    assert (start, end - start) == (5 * MS, 700)
+
+
 def test_nothing_starts_before_it_was_issued() -> None:
     """A start that the anchors put before the host's own issue is moved behind it."""
-    device = FakeDevice()
-    start, end = device.clock().interval(100, 500, issued_ns=300)
-    assert start == 300
-    assert end >= start
+    device = FakeDevice(now=MS)
+    clock = device.clock()
+    assert clock.interval(MS - 300, MS - 100, MS - 200) == (MS - 200, MS - 100)
+
+
+def test_events_without_times_end_when_they_are_seen() -> None:
+    """Between the enqueueing, or the end before it, and now; both ways of stamping share one order."""
+    device = FakeDevice(now=MS)
+    clock = device.clock()
+    assert clock.interval(MS - 400, MS - 100, MS - 900) == (MS - 400, MS - 100)
+    device.now = MS + 900
+    assert clock.seen(MS - 800) == (MS - 100, MS + 900)
+    device.now = MS + 2_000
+    assert clock.seen(MS + 1_000) == (MS + 1_000, MS + 2_000)
 
 
 @pytest.mark.parametrize(

@@ -196,15 +196,6 @@ def test_a_flight_lands_layer_by_layer_and_ends_last(seed: int, batched: bool) -
         fake.check()
 
 
-def test_stamps_do_not_overlap_and_lie_between_issue_and_now() -> None:
-    """A traced flight gets a start and an end per layer, in order, on the host's clock."""
-    with world() as (fake, driver):
-        flight = Flight(driver, "load", Pool(1), Pool(2), [(0, 0)], traced=True).go()
-        land(fake, flight)
-        (start, end), (start_1, end_1) = flight.stamps
-        assert 0 < start <= end <= start_1 <= end_1
-
-
 def test_a_stopped_flight_ends_without_its_other_layers() -> None:
     """What is not enqueued never is, and the flight ends after what was."""
     with world() as (fake, driver):
