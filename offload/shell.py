@@ -62,6 +62,7 @@ from offload.submit import Desk, Submission
 from offload.timer import Timer
 from offload.trace import ASYNC_LANE, OpenRequest, Tracer
 from offload.trace.forward import ForwardTrace
+from offload.trace.pools import PoolUse
 from offload.transfer import Transfer
 
 _LET_GO = 4096
@@ -109,6 +110,7 @@ class Shell:
     _failures: RateLimited = attrs.field(factory=RateLimited)
     _slow: RateLimited = attrs.field(factory=RateLimited)
     _changed: list[anyio.Event] = attrs.field(factory=list)
+    _pool_use: PoolUse = attrs.field(init=False)
     _burial: threading.Lock = attrs.field(factory=threading.Lock)
 
     def __attrs_post_init__(self) -> None:
@@ -116,6 +118,7 @@ class Shell:
             (member.host.pages.table, member.device.pages.table) for member in self.group.members
         )
         self.machine = Machine(self.group.num_layers, tables, self.limits)
+        self._pool_use = PoolUse([member.host for member in self.group.members])
         self.line = Line(self.machine.budget, self.limits.max_queued_bytes)
 
     def open(self) -> None:
@@ -445,7 +448,9 @@ class Shell:
         except BaseException as error:  # noqa: BLE001 - raised where the scheduler is left
             self._break(error)
         if tracer is not None and start:
-            tracer.tick(start, self.driver.now_ns())
+            end = self.driver.now_ns()
+            tracer.tick(start, end)
+            self._pool_use.sample(tracer, end)
 
     def take_inbox(self) -> None:
         while self._inbox:
@@ -462,6 +467,7 @@ class Shell:
         if landed > batch.landed:
             self.handle(Landed(batch.id, landed))
         if error is not None and not batch.failed:
+            self._note("error", error, batch=batch.id, layer=flight.error_layer)
             self.handle(Failed(batch.id, error, flight.spoiled()))
         if over and batch.id in self._flights:
             del self._flights[batch.id]
@@ -554,6 +560,15 @@ class Shell:
                 request.id, request.direction, transfer.submitted_ns, transfer.issued_ns,
                 now, request.nbytes, request.num_pages, state, transfer.tags,
             )  # fmt: skip
+            if state is not State.DONE:
+                what = "cancel" if state is State.CANCELLED else "error"
+                self._note(what, error, request=request.id)
+
+    def _note(self, what: str, error: BaseException | None, **args: int) -> None:
+        """Mark in the trace that something went otherwise."""
+        if self.tracer is not None:
+            why = {} if error is None else {"error": type(error).__name__}
+            self.tracer.mark(what, **args, **why)
 
     def _unlock(self, piece: Piece) -> None:
         transfer = self.transfers.pop(piece.request.id)

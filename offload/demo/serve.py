@@ -177,6 +177,8 @@ class Server:
     async def _evict(self, served: Served, room: anyio.Semaphore) -> None:
         assert served.session is not None
         await served.session.evict()
+        if self.tracer is not None:
+            self.tracer.mark("evict", chat=served.prompt.name)
         room.release()
 
     async def recomputed(self, replies: dict[tuple[str, int], tuple[int, ...]]) -> list[Turn]:

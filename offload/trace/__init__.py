@@ -3,6 +3,7 @@
 records.py    what the ring holds
 tracer.py     the recorder
 forward.py    one forward pass, as the hooks see it
+pools.py      how full the host pools are
 timeline.py   a snapshot, sorted by kind; from a tracer or from a file
 events.py     timeline -> trace events, in order (events_*.py: one kind each)
 write.py      trace events -> a file, whole or not at all

@@ -18,7 +18,8 @@ Every site is one check, then one call with positional integers that the caller 
 | `ready()` | once per wait for a layer that did not suspend | any |
 | `layer(layer, start, end, lane, requests)` and `step(start, end, lane)` | by the forward's hooks, or through `forward()` | any |
 | `tick(start, end)` | once per turn of the scheduler that did something | loop |
-| `instant(name, ns, args)`, `counter(name, ns, values)` | evictions, cancels, errors; the used bytes of a pool | any |
+| `instant(name, ns, args)`, `counter(name, ns, values)` | cancels, errors; the used bytes of the host pools | any |
+| `mark(name, **args)` | whatever the caller wants to see, such as `mark("evict", chat=3)` | any |
 | `opened(device, in_flight)` | once, when the scheduler opens | loop |
 
 `issue` and `issued` bracket the enqueueing of a layer on its stream; pass 0 for both when it was not stamped.
@@ -104,6 +105,8 @@ class Tracer:
     """The time origin of an export."""
     clock: Callable[[], int] = attrs.field(default=time.perf_counter_ns, init=False)
     """Nanoseconds, as the driver of the scheduler that records here counts them."""
+    period: int = attrs.field(default=0, init=False)
+    """Goes up when a recording begins anew: what is recorded on change alone is then recorded again."""
     device: str = attrs.field(default="", init=False)
     """The device of the scheduler that records here, such as `cuda:0`."""
     _in_flight: Callable[[], Sequence[OpenRequest]] | None = attrs.field(default=None, init=False)
@@ -234,9 +237,14 @@ class Tracer:
         next(self._seen.count)
 
     def instant(self, name: str, ns: int, args: Mapping[str, Scalar] | None = None) -> None:
-        """Record something that has no length: `evict`, `cancel`, `error`."""
+        """Record something that has no length: `cancel`, `error`."""
         self._ring.append((r.INSTANT, ns, ns, name, args))
         next(self._seen.count)
+
+    def mark(self, name: str, **args: Scalar) -> None:
+        """Record something of the caller's own that happens now, such as `mark("evict", pages=12)`."""
+        if self.active:
+            self.instant(name, self.clock(), args)
 
     def counter(self, name: str, ns: int, values: Mapping[str, int]) -> None:
         """Record values that hold from now on, such as `"host pool", {"used": 3 << 30}` in bytes."""
@@ -265,6 +273,7 @@ class Tracer:
     def start(self) -> None:
         """Record from now on. Takes an anchor: an overlay is laid by the nearest one."""
         self._anchors.append(Anchor.take())
+        self.period += 1
         self.active = True
 
     def stop(self) -> None:
@@ -276,6 +285,7 @@ class Tracer:
         self._ring = deque(maxlen=self.capacity)
         self._seen, self._ready = Tally(), Tally()
         self._steps = itertools.count()
+        self.period += 1
 
     @contextmanager
     def window(self) -> Iterator[Tracer]:

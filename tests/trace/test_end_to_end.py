@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import offload
-from offload.testing import SimDriver
+from offload.testing import Hooks, SimDriver, ThreadsDriver
 from offload.trace.check import check
 from offload.trace.read import load as read
 from offload.trace.read import timeline
@@ -176,3 +176,64 @@ def test_open_request_is_in_an_export(tmp_path: Path) -> None:
         backup.cancel()
     spans = [e["args"] for e in by_category(path, "request") if e["name"] == "request"]
     assert [span.get("unfinished") for span in spans] == [True]
+
+
+def recorded(path: Path, phase: str, name: str) -> list[dict[str, Any]]:
+    """Return the args of a file's events of one phase and name, in order."""
+    return [
+        e["args"] for e in read(path)["traceEvents"] if (e["ph"], e.get("name")) == (phase, name)
+    ]
+
+
+def test_what_went_otherwise_is_marked(tmp_path: Path) -> None:
+    """A cancel, a copy that raised and the request that it failed are instants that say whose they are."""
+    tracer, hooks = offload.Tracer(), Hooks()
+    driver = ThreadsDriver(hooks=hooks)
+    with offload.start_scheduler(*pools(), driver=driver, tracer=tracer) as scheduler:
+        with scheduler.hold():
+            cancelled = scheduler.load(host_pages=[0], device_pages=[0])
+            cancelled.cancel()
+        hooks.fail(OSError("planted"), nth=1)
+        failed = scheduler.load(host_pages=[1], device_pages=[1])
+        with pytest.raises(offload.TransferFailed):
+            failed.result(timeout=5)
+        scheduler.load(host_pages=[2], device_pages=[2]).result(timeout=5)
+        tracer.mark("evict", pages=3)
+    path = tracer.export(tmp_path / "run.json")
+    assert recorded(path, "i", "cancel") == [{"request": cancelled.id}]
+    assert recorded(path, "i", "error") == [
+        {"batch": 1, "layer": 0, "error": "OSError"},
+        {"request": failed.id, "error": "OSError"},
+    ]
+    assert recorded(path, "i", "evict") == [{"pages": 3}]
+    assert check(path) == []
+
+
+def test_use_of_the_host_pool_is_a_counter(tmp_path: Path) -> None:
+    """Its used bytes are recorded when they have changed, and once at the beginning of each window."""
+    tracer = offload.Tracer(active=False)
+    device, host = pools()
+    page = host.nbytes // host.num_pages
+    used: list[list[int]] = []
+    with offload.start_scheduler(device, host, tracer=tracer) as scheduler:
+        kept = host.pages.alloc(2)
+        for more in (0, 3):
+            host.pages.alloc(more)
+            with tracer.window():
+                for _ in range(3):
+                    scheduler.backup(device_pages=[0], host_pages=kept[:1]).result(timeout=5)
+            path = tracer.export(tmp_path / "run.json")
+            used.append([args["used"] for args in recorded(path, "C", "host pool")])
+    assert used == [[2 * page], [2 * page, 5 * page]]
+
+
+def test_counters_of_a_run_end_at_zero(tmp_path: Path) -> None:
+    """Bytes in flight and queued requests of a real run rise and come back to nothing."""
+    tracer = offload.Tracer()
+    anyio.run(serve, tracer)
+    path = tracer.export(tmp_path / "run.json")
+    for name in ("bytes in flight", "queue"):
+        values = recorded(path, "C", name)
+        assert any(any(one.values()) for one in values)
+        assert not any(values[-1].values())
+        assert all(value >= 0 for one in values for value in one.values())
