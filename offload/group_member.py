@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.core.pages import PagesLike, as_pages, first_repeat
+from offload.core.pages import Bounds, PagesLike, as_pages, as_pair, first_repeat
 from offload.core.request import Pages, Part
 from offload.errors import GeometryError, RequestError
 from offload.pool import DevicePool, HostPool
@@ -35,6 +35,10 @@ class Member:
     """By model layer, the pool's own layer; None where this member has none."""
 
     _scratch: dict[bool, Pages] = attrs.field(factory=dict)
+    _bounds: Bounds = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._bounds = np.array([[self.host.num_pages], [self.device.num_pages]], np.uint64)
 
     def check(self, host_pages: PagesLike, device_pages: PagesLike, *, load: bool) -> Part:
         """Return checked page pairs, copied.
@@ -42,10 +46,14 @@ class Member:
         Raises:
             RequestError: Lengths differ, a page is out of range, or a destination repeats.
         """
-        host = as_pages(host_pages, self.host.num_pages, what="host page")
-        device = as_pages(device_pages, self.device.num_pages, what="device page")
-        if len(host) != len(device):
-            raise RequestError.lengths(host_pages=len(host), device_pages=len(device))
+        pair = as_pair(host_pages, device_pages, self._bounds)
+        if pair is None:
+            host = as_pages(host_pages, self.host.num_pages, what="host page")
+            device = as_pages(device_pages, self.device.num_pages, what="device page")
+            if len(host) != len(device):
+                raise RequestError.lengths(host_pages=len(host), device_pages=len(device))
+        else:
+            host, device = pair
         if len(host) > 1:
             target, source = (device, host) if load else (host, device)
             self._check_distinct(target, source, load=load)

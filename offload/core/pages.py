@@ -10,10 +10,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
-from typing import SupportsIndex
+from typing import SupportsIndex, TypeAlias
 
 import attrs
 import numpy as np
+from numpy.typing import NDArray
 
 from offload.core.hazards import HazardTable, Pages
 from offload.errors import OutOfPagesError, RequestError
@@ -29,6 +30,8 @@ _MANY = 65_536
 
 _FREE, _ALLOCATED, _LEAVING = 0, 1, 2
 
+
+Bounds: TypeAlias = NDArray[np.uint64]
 
 PagesLike = Iterable[SupportsIndex]
 """Lists, ranges, numpy arrays or integer tensors in host memory."""
@@ -57,6 +60,37 @@ def as_pages(pages: PagesLike, num_pages: int, *, what: str = "page") -> Pages:
             what, value=int(array[position]), position=position, bound=num_pages
         )
     return array
+
+
+def as_pair(one: PagesLike, other: PagesLike, bounds: Bounds) -> tuple[Pages, Pages] | None:
+    """Return two equally long sides as fresh int64 arrays, where one look at both finds them right.
+
+    Half the price of two `as_pages` for a small request. None means only that a closer look is needed.
+
+    Args:
+        bounds: Pages of either pool, as a column.
+    """
+    if not (_plain(one) and _plain(other)):
+        return None
+    try:
+        both = np.array((one, other))
+    except ValueError:  # not equally long, to begin with
+        return None
+    if both.dtype != np.int64 or both.ndim != 2:
+        return None
+    if np.count_nonzero(both.view(np.uint64) >= bounds):
+        return None
+    return both[0], both[1]
+
+
+def _plain(pages: PagesLike) -> bool:
+    """Return whether these are an int64 array, or a list that begins with an integer.
+
+    Beside integers numpy takes truth values for 0 and 1, but a list of them is no list of pages.
+    """
+    if type(pages) is np.ndarray:
+        return bool(pages.dtype == np.int64)
+    return type(pages) is list and bool(pages) and type(pages[0]) is int
 
 
 def _integers(pages: PagesLike, what: str) -> Pages:

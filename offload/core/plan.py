@@ -27,8 +27,11 @@ _STEP = (1 << 32) + 1  # both halves of a key grow by one
 
 _ONE = np.ones(1, np.int64)
 
+_FEW = 4096
+"""Pages up to which sorting costs no more than looking whether they come in order."""
 
-@attrs.frozen(eq=False)
+
+@attrs.define(eq=False)
 class Runs:
     """Pages that are neighbours on both sides, sorted by source, then destination."""
 
@@ -96,11 +99,15 @@ def coalesce(source: Pages, destination: Pages, scratch: Scratch | None = None) 
     keys, steps = (scratch or Scratch()).take(n)
     np.left_shift(source, 32, out=keys)
     np.bitwise_or(keys, destination, out=keys)
-    steps = steps[: n - 1]
-    np.subtract(keys[1:], keys[:-1], out=steps)
-    if np.count_nonzero(steps < 0):  # pages often come in order: then the sort is saved
+    after, before, steps = keys[1:], keys[:-1], steps[: n - 1]
+    if n <= _FEW:
         keys.sort()
-        np.subtract(keys[1:], keys[:-1], out=steps)
+        np.subtract(after, before, out=steps)
+    else:
+        np.subtract(after, before, out=steps)
+        if np.count_nonzero(steps < 0):  # pages often come in order: then the sort is saved
+            keys.sort()
+            np.subtract(after, before, out=steps)
     cuts = np.flatnonzero(steps != _STEP)
     bounds = np.empty(len(cuts) + 2, np.int64)  # where runs start, and the end
     bounds[0], bounds[-1] = 0, n
@@ -111,7 +118,7 @@ def coalesce(source: Pages, destination: Pages, scratch: Scratch | None = None) 
     return Runs(starts, first, np.subtract(bounds[1:], bounds[:-1]), n)
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class PartPlan:
     """What a batch moves between the two pools of one member."""
 
@@ -124,7 +131,7 @@ class PartPlan:
         return self.runs.num_pages
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class CopyPlan:
     """What a batch moves: one part per member of the group that it touches."""
 
@@ -149,6 +156,10 @@ def plan_copy(
     for request in requests:
         for part in request.parts:
             members.setdefault(part.member, []).append(part)
+    if len(members) == 1:  # a single pair of pools, most often
+        ((member, theirs),) = members.items()
+        only = PartPlan(member, coalesce(*_joined(direction, theirs), scratch))
+        return CopyPlan(direction, (only,), 1)
     planned: dict[tuple[int, ...], Runs] = {}
     parts: list[PartPlan] = []
     for member, theirs in members.items():
