@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from typing import cast
 
 import pytest
 
@@ -24,7 +25,9 @@ def on_fake_gpu(
     io_backend: str,
     fake: FakeCuda,
     patch: pytest.MonkeyPatch,
+    *,
     tracer: offload.Tracer | None = None,
+    paused: bool = False,
 ) -> Iterator[offload.BlockingScheduler]:
     """Open a scheduler as on a GPU: pools of host memory pass for device memory and for pinned memory."""
     patch.setattr("offload.route._place", lambda device: "cuda")
@@ -32,7 +35,7 @@ def on_fake_gpu(
         member.host.pinned = True
     driver = CudaDriver(0, calls=fake)
     with (
-        fake.running(),
+        nullcontext() if paused else fake.running(),
         fake.using(fake.new_stream()),
         offload.start_scheduler(
             group, io_backend=io_backend, driver=driver, tracer=tracer
@@ -65,6 +68,11 @@ def round_trip(scheduler: offload.BlockingScheduler, group: offload.PoolGroup) -
         assert set(b"".join(contents(member.device, rest))) == {0}
 
 
+def batches(fake: FakeCuda) -> list[int]:
+    """Return how many ranges each batched call had."""
+    return [cast("int", call.arguments[0]) for call in fake.named("copy_batch")]
+
+
 @pytest.mark.parametrize("layout", ["layer_first", "page_first"])
 @pytest.mark.parametrize("name", MADE)
 def test_a_layer_of_all_members_is_one_call(
@@ -76,7 +84,7 @@ def test_a_layer_of_all_members_is_one_call(
     with on_fake_gpu(group, "memcpy_batch", fake, monkeypatch) as scheduler:
         round_trip(scheduler, group)
         numbers = scheduler.statistics()
-    sizes = [call.arguments[0] for call in fake.named("copy_batch")]
+    sizes = batches(fake)
     assert len(sizes) == 2 * (NUM_LAYERS[name] - len(group.holes))
     assert sum(sizes) == numbers.load.transfers + numbers.backup.transfers
 
@@ -88,7 +96,7 @@ def test_a_joined_call_takes_a_bounded_number_of_copies(monkeypatch: pytest.Monk
     fill(group)
     with on_fake_gpu(group, "memcpy_batch", fake, monkeypatch) as scheduler:
         round_trip(scheduler, group)
-    sizes = [call.arguments[0] for call in fake.named("copy_batch")]
+    sizes = batches(fake)
     assert max(sizes) == 7
     layers = [size for size in sizes if size < 7]
     assert len(layers) <= 2 * group.num_layers, "only the last call of a layer is not full"

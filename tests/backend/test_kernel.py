@@ -50,24 +50,31 @@ def shape_of(name: str, layout: Layout) -> Shape:
     return Shape.of(ours, theirs, [16])
 
 
-def compiled(shape: Shape, architecture: int) -> str:
-    """Return the PTX of the kernel for a shape. Needs no GPU."""
+def compiled(kernel: str, shape: Shape, architecture: int) -> str:
+    """Return the PTX of a kernel for a shape. Needs no GPU."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from offload.backend.kernel_triton import copy_rows
+    from offload.backend import kernel_triton
 
+    function = getattr(kernel_triton, kernel)
+    word = shape.dtype.itemsize
     constants = shape.constants(16 * shape.nbytes, 48 * shape.nbytes)
-    word = {"torch.int64": "*i64", "torch.int32": "*i32"}[str(shape.dtype)]
-    kinds = {"source": word, "destination": word}
-    kinds |= {"source_pages": "*i64", "destination_pages": "*i64"}
-    names = copy_rows.arg_names
+    if kernel == "copy_layers":
+        constants |= {"WORD": kernel_triton.WORDS[word], "ALIGNMENT": shape.unit_bytes}
+    kinds = dict.fromkeys(("source", "destination"), {8: "*i64", 4: "*i32"}[word])
+    kinds |= dict.fromkeys(("source_pages", "destination_pages", "sources", "destinations"), "*i64")
+    kinds |= {
+        param.name: param.annotation_type for param in function.params if param.annotation_type
+    }
+    names = function.arg_names
+    aligned = [name for name in ("source", "destination") if name in names]
     source = ASTSource(
-        copy_rows,
-        signature={n: "constexpr" if n in constants else kinds.get(n, "i64") for n in names},
+        function,
+        signature={name: kinds.get(name, "constexpr") for name in names},
         constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in ("source", "destination")},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
     options = {"num_warps": 4, "enable_fp_fusion": False}
     made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
@@ -75,6 +82,7 @@ def compiled(shape: Shape, architecture: int) -> str:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("kernel", ["copy_rows", "copy_layers"])
 @pytest.mark.parametrize(
     ("name", "layout", "access"),
     [
@@ -88,22 +96,35 @@ def test_rows_move_in_the_widest_words(
     name: str,
     layout: Layout,
     access: str,
+    kernel: str,
     architecture: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Compiled for each architecture, loads and stores are as wide as the rows allow."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    ptx = compiled(shape_of(name, layout), architecture)
+    ptx = compiled(kernel, shape_of(name, layout), architecture)
     assert set(re.findall(r"st\.global\.([\w.]+)", ptx)) == {access}
     assert access in re.findall(r"ld\.global\.([\w.]+)", ptx)
+
+
+def test_what_grows_with_a_pool_makes_no_other_variant() -> None:
+    """A base behind 2**31 words, or a million pages, runs the code that was compiled for small ones."""
+    from offload.backend import kernel_triton
+
+    for function in (kernel_triton.copy_rows, kernel_triton.copy_layers):
+        numbers = [
+            p for p in function.params if p.name.endswith(("_base", "num_pages", "num_layers"))
+        ]
+        assert numbers
+        assert {(p.annotation_type, p.do_not_specialize) for p in numbers} == {("i64", True)}
 
 
 def test_programs_are_few() -> None:
     """However many pages there are, a launch takes a bounded part of the device."""
     shape = shape_of("mla", Layout.PAGE_FIRST)
     assert shape.programs(1) == 1
-    assert shape.programs(1_000_000) == 16
+    assert shape.programs(1_000_000) == shape.programs(1_000, 61) == 16
 
 
 def test_every_built_column_has_a_test_of_its_cells() -> None:
