@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gzip
 import json
 import os
@@ -21,6 +22,10 @@ GZIP_LEVEL: Final = 3
 
 LINES_PER_WRITE: Final = 512
 
+_DESCRIPTORS: Final = "/proc/self/fd"
+_NO_NAMELESS: Final = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL, errno.ENOENT)
+"""How file systems and kernels without nameless files say so."""
+
 
 def export(timeline: Timeline, path: Path) -> Path:
     """Write a timeline as a Chrome trace; `.json.gz` compressed, `.json` plain."""
@@ -28,7 +33,7 @@ def export(timeline: Timeline, path: Path) -> Path:
 
 
 def write(path: Path, text: Iterable[str]) -> Path:
-    """Write pieces of text to `path` through a temporary file beside it, so that a reader never sees half of it.
+    """Write pieces of text to `path`, whole or not at all: a reader never sees half of it.
 
     Raises:
         RequestError: The suffix is neither `.json` nor `.json.gz`.
@@ -52,17 +57,46 @@ def _write_all(file: IO[bytes] | gzip.GzipFile, text: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
-    """Open a temporary file that takes the place of `path` when the block succeeds."""
+    """Open a file that takes the place of `path` when the block succeeds.
+
+    It has no name until it is complete, so a process that is killed leaves nothing behind. Where the file
+    system has no nameless files it has a temporary name, and a process that is killed leaves that.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+    nameless = _nameless(path.parent)
     try:
-        with temporary.open("xb") as file:
+        with temporary.open("xb") if nameless is None else nameless as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
+            if nameless is not None:
+                _give_name(file.fileno(), temporary)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _nameless(folder: Path) -> IO[bytes] | None:
+    """Return a new file of that folder's file system that no folder holds; None where there are none."""
+    if not Path(_DESCRIPTORS).is_dir():
+        return None
+    try:
+        return os.fdopen(os.open(folder, os.O_TMPFILE | os.O_WRONLY, 0o666), "wb")
+    except OSError as error:
+        if error.errno in _NO_NAMELESS:
+            return None
+        raise
+
+
+def _give_name(descriptor: int, path: Path) -> None:
+    """Give a nameless file a name that nothing has yet."""
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        # Naming a folder makes Python follow the link, which otherwise would be what gets the name.
+        os.link(f"{_DESCRIPTORS}/{descriptor}", path.name, src_dir_fd=folder, dst_dir_fd=folder)
+    finally:
+        os.close(folder)
 
 
 def header(timeline: Timeline) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from offload.trace import Tracer
+from offload.trace import Tracer, write
 from offload.trace.check import check
 from offload.trace.read import NotATrace, load, ns, timeline
 from tests.trace.story import START, US, Story, story_tracer, wild
@@ -134,7 +134,11 @@ def test_export_streams(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
+from offload.trace import write as writing
 from offload.trace.write import write
+
+if sys.argv[2] == "named":
+    writing._nameless = lambda folder: None
 
 def pieces():
     yield '{"traceEvents":['
@@ -147,22 +151,50 @@ write(Path(sys.argv[1]), pieces())
 """
 
 
+@pytest.mark.parametrize(("way", "files"), [("nameless", 1), ("named", 2)])
 @pytest.mark.parametrize("name", ["a.json", "a.json.gz"])
-def test_sigkill_leaves_the_old_file(tmp_path: Path, name: str) -> None:
-    """A process killed in the middle of an export leaves the good file that was there."""
+def test_sigkill_leaves_the_old_file(tmp_path: Path, name: str, way: str, files: int) -> None:
+    """A process killed in the middle of an export leaves the good file that was there, and nothing beside it.
+
+    The control: where files cannot be nameless, what was cut off lies beside it, under another name.
+    """
+    found = write._nameless(tmp_path)
+    if found is None:
+        pytest.skip("this file system has no nameless files")
+    found.close()
     path = Story().run(1).export(tmp_path / name)
     good = path.read_bytes()
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run([sys.executable, "-c", KILLED, path], env=environment, check=False)
+    done = subprocess.run([sys.executable, "-c", KILLED, path, way], env=environment, check=False)
     assert done.returncode == -signal.SIGKILL
     assert path.read_bytes() == good
-    assert len(list(tmp_path.iterdir())) == 2, "the cut-off temporary file is beside it"
+    assert len(list(tmp_path.iterdir())) == files
 
 
-def test_failed_export_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("named", [False, True])
+def test_an_export_replaces_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool
+) -> None:
+    """Either way the file is new, readable by those whom the umask lets, and alone."""
+    if named:
+        monkeypatch.setattr(write, "_nameless", lambda folder: None)
+    path = tmp_path / "a.json"
+    path.write_text("old")
+    plain = tmp_path / "plain"
+    plain.touch()
+    Story().run(1).export(path)
+    assert check(path) == []
+    assert path.stat().st_mode == plain.stat().st_mode
+    assert sorted(tmp_path.iterdir()) == [path, plain]
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_failed_export_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool
+) -> None:
     """An export that raises keeps the old file and removes what it had begun."""
-    from offload.trace.write import write
-
+    if named:
+        monkeypatch.setattr(write, "_nameless", lambda folder: None)
     path = Story().run(1).export(tmp_path / "a.json")
     good = path.read_bytes()
 
@@ -171,7 +203,7 @@ def test_failed_export_leaves_nothing(tmp_path: Path) -> None:
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        write(path, broken())
+        write.write(path, broken())
     assert path.read_bytes() == good
     assert list(tmp_path.iterdir()) == [path]
 
