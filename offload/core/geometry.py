@@ -283,5 +283,4 @@ def _runs(axes: Sequence[Loop], itemsize: int) -> Runs:
 
 
 def _alignment(*numbers: int) -> int:
-    common = gcd(WORD, *numbers)
-    return common & -common
+    return gcd(WORD, *numbers)

@@ -95,7 +95,7 @@ def host_geometry(
         )
     if page_align > 1 and not axes.order.startswith("p"):
         raise GeometryError(
-            f"page_align={page_align} of layout {named or axes.text!r}",
+            f"page_align={page_align} of layout {str(named or axes.text)!r}",
             expected={"outermost axis": "p"},
             got={"outermost axis": axes.order[0]},
             remedy="Use 'page_first', 'page_first_direct', 'page_head' or 'page_first_kv_split'.",

@@ -133,3 +133,20 @@ def test_due_orders_by_priority_then_deadline_and_age_beats_both(
 ) -> None:
     """Given (submitted, priority, deadline), the first of each pair does not go after the second."""
     assert due(*earlier) <= due(*later)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ((5.0, 0.0, None), 5.0 + PATIENCE),
+        ((5.0, 2.0, None), 5.0 - PATIENCE),
+        ((5.0, 0.0, 6.0), 6.0),
+        ((5.0, 0.0, 500.0), 5.0 + PATIENCE),
+        ((5.0, 0.5, 6.0), 6.0 - PATIENCE / 2),
+    ],
+)
+def test_due_is_the_nearer_of_deadline_and_patience(
+    given: tuple[float, float, float | None], expected: float
+) -> None:
+    """A request is due at its deadline or a patience after submit, a patience earlier per priority."""
+    assert due(*given) == expected

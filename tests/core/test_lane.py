@@ -160,3 +160,15 @@ def test_every_pick_is_the_least_of_those_that_may_go(seed: int) -> None:
     assert all(isinstance(work, str) for work in works(lane))
     assert sorted(f.name for f in lane.reap()) == sorted(f.name for f in added)
     assert all(f.stopped or f.exhausted for f in added)
+
+
+def test_layers_are_handed_out_by_their_numbers() -> None:
+    """What `pick` returns is the flight, its layer and its work; until then the flight is to blame."""
+    flight = Paper("a", 2, allowed=1)
+    lane = lane_of(flight)
+    assert lane.pick() == (flight, 0, "a0")
+    assert lane.pick() is None
+    assert lane.asked is flight
+    flight.allowed = 2
+    assert lane.pick() == (flight, 1, "a1")
+    assert lane.asked is None

@@ -300,3 +300,80 @@ def test_offsets_beyond_two_to_the_31() -> None:
     geometry = device_geometry(PoolKind.ROWS, parts, num_layers=1, num_pages=1_048_576)
     assert geometry.worst.at(0, 1_048_575) == 2_415_916_800
     assert geometry.nbytes == 2_415_919_104
+
+
+def test_a_piece_of_a_component_is_whole() -> None:
+    """A narrowed component has its own name, width and offset, and no pieces."""
+    part = made(PoolKind.MLA, Layout.PAGE_FIRST).components[0]
+    rope = part.narrow("rope", 11, 6)
+    assert (rope.name, rope.component.dim, rope.component.parts) == ("rope", 6, ())
+    assert rope.offset == part.offset + 11 * part.dim_stride
+
+
+def test_breaks_are_those_of_the_array() -> None:
+    """`broken` gives each component the places of its own array, and leaves the rest."""
+    plain = made(PoolKind.MHA, Layout.PAGE_FIRST)
+    broken = plain.broken({"k": (64, 128), "v": (96,)})
+    assert [part.breaks for part in broken.components] == [(64, 128), (96,)]
+    assert broken.broken({"k": (), "v": ()}) == plain
+
+
+def test_a_page_counts_once_per_array() -> None:
+    """With an array per layer, a page takes its stride in each of them."""
+    apart = made(PoolKind.MHA, Axes("p t h d"))
+    joint = made(PoolKind.MHA, Axes("p l t h d"))
+    assert apart.page_stride == joint.page_stride == LAYERS * apart.page_bytes
+
+
+@pytest.mark.parametrize(
+    ("side", "field"),
+    [(side, field) for side in (0, 1) for field in ("offset", "page_stride", "layer_stride")],
+)
+def test_every_start_counts_for_the_word(side: int, field: str) -> None:
+    """An offset or a stride of two bytes on either side allows words of two bytes."""
+    parts = (Component("k", 4, 1, 16, 2),)
+    pair = [host_geometry(PoolKind.MHA, parts, Layout.PAGE_FIRST, num_layers=2, num_pages=2)] * 2
+    sides = [each.components[0] for each in pair]
+    assert pair_alignment(*sides) == 16
+    sides[side] = attrs.evolve(sides[side], **{field: getattr(sides[side], field) + 2})
+    assert pair_alignment(*sides) == 2
+
+
+def test_the_length_of_a_run_counts_for_the_word() -> None:
+    """Runs of six bytes move in words of two, wherever they start."""
+    parts = (Component("k", 1, 1, 3, 2),)
+    host = host_geometry(
+        PoolKind.MHA, parts, Layout.PAGE_FIRST, num_layers=1, num_pages=2, page_align=16
+    )
+    part = attrs.evolve(host.components[0], layer_stride=0)
+    assert (part.page_stride, pair_alignment(part, part)) == (16, 2)
+
+
+def test_absent_axes_have_no_stride() -> None:
+    """An axis that an order leaves out because its size is 1 is never stepped along."""
+    parts = (Component("row", 1, 1, 8, 1),)
+    row = host_geometry(PoolKind.ROWS, parts, Axes("p d"), num_layers=1, num_pages=2).components[0]
+    assert (row.layer_stride, row.token_stride, row.head_stride) == (0, 0, 0)
+
+
+def test_padded_pages_have_a_dimension_of_their_own() -> None:
+    """Pages that are rounded up cannot share a dimension with their tokens."""
+    host = made(PoolKind.MHA, Axes("pt l h d"), page_align=4096)
+    assert host.axes.text == "p t l h d"
+    assert host.arrays[0].shape == (PAGES, 5, LAYERS, 7, 11)
+
+
+@pytest.mark.parametrize("kind", PoolKind)
+def test_device_geometries_know_their_kind(kind: PoolKind) -> None:
+    """What engines allocate is of the kind that was asked for, and has no layout."""
+    device = device_geometry(kind, PARTS[kind], num_layers=LAYERS, num_pages=PAGES)
+    assert (device.kind, device.layout) == (kind, None)
+
+
+def test_an_adopted_axis_of_size_one_steps_as_in_a_dense_array() -> None:
+    """Strides of axes that no dimension tells come from the element size upwards."""
+    part = Component("k", 2, 1, 1, 4)
+    array = Array("k", (3, 2), (8, 4), 24, separate=True)
+    found = read_array((part,), Axes("p t h d"), array, num_layers=1, num_pages=3)
+    assert found is not None
+    assert (found[0].dim_stride, found[0].head_stride, found[0].token_stride) == (4, 4, 4)

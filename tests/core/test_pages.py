@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+import threading
 
 import numpy as np
 import pytest
 import torch
 
-from offload.core.pages import PageAllocator, PageStatistics, as_pages
+from offload.core.hazards import HazardTable
+from offload.core.pages import PageAllocator, PageStatistics, as_pages, first_repeat
 from offload.errors import OutOfPagesError, RequestError
 
 
@@ -300,3 +302,60 @@ def test_what_is_no_list_of_pages_is_named(name: str) -> None:
     said = f"host pages are of type {name!r}. Pass a list, a range, a numpy array or an integer"
     with pytest.raises(RequestError, match=said):
         as_pages(wrong[name], 8, what="host page")  # type: ignore[arg-type]
+
+
+def test_pages_come_back_in_the_order_in_which_they_were_freed() -> None:
+    """The last pages that were freed are handed out first, in the same order."""
+    pages = PageAllocator(8)
+    pages.alloc(8)
+    pages.free([3, 1, 2])
+    assert pages.alloc(3).tolist() == [3, 1, 2]
+
+
+def test_alloc_takes_scattered_pages_unless_asked() -> None:
+    """Without `contiguous` any free pages will do."""
+    pages = PageAllocator(4)
+    pages.alloc(4)
+    pages.free([0, 2])
+    assert sorted(pages.alloc(2).tolist()) == [0, 2]
+
+
+def test_a_table_and_a_lock_are_used_as_given() -> None:
+    """A table that is passed is the allocator's own, with its lock; a lock that is passed is for both."""
+    lock, other = threading.RLock(), threading.RLock()
+    table = HazardTable(4, lock=lock)
+    assert PageAllocator(4, table=table).table is table
+    assert PageAllocator(4, table=table).mutex is lock
+    assert PageAllocator(4, table=table, lock=other).mutex is other
+    made = PageAllocator(4, lock=lock)
+    assert made.mutex is lock
+    assert made.table.mutex is lock
+
+
+@pytest.mark.parametrize("count", [1, 1023, 1024, 1025, 65_536, 65_537, 70_000])
+def test_repeats_are_found_in_lists_of_any_length(count: int) -> None:
+    """The first page that stands there again is named, and a list of distinct pages has none."""
+    scratch = np.full(count + 7, -1, np.int64)
+    pages = np.arange(count)[::-1].copy()
+    assert first_repeat(pages, scratch) is None
+    if count > 1:
+        pages[-1] = pages[count // 2 - 1]
+        assert first_repeat(pages, scratch) == count // 2 - 1
+
+
+@pytest.mark.parametrize("pages", [[2**63, -1], [2**63, 1], [1.5, 2**70], [2**70]])
+def test_integers_of_any_size_are_compared_exactly(pages: list[int]) -> None:
+    """A list that numpy reads as floats or objects still names its first bad integer."""
+    with pytest.raises(RequestError) as caught:
+        as_pages(pages, 8)
+    if all(isinstance(page, int) for page in pages):
+        assert (caught.value.value, caught.value.position) == (pages[0], 0)
+
+
+def test_the_last_unsigned_page_is_exact() -> None:
+    """Unsigned ids around the bound of all pools are the same numbers as signed ones."""
+    pages = np.array([2**31 - 1], np.uint64)
+    assert as_pages(pages, 2**31).tolist() == [2**31 - 1]
+    with pytest.raises(RequestError) as caught:
+        as_pages(np.array([3, 2**31], np.uint64), 2**31)
+    assert (caught.value.value, caught.value.position) == (2**31, 1)

@@ -10,7 +10,7 @@ from offload.core.axes import Axes
 from offload.core.geometry import Component, Geometry
 from offload.core.kinds import AUTO, Direction, IoBackend, Layout, PoolKind
 from offload.core.layout import device_geometry, host_geometry
-from offload.core.strategy import Table, auto_order, resolve
+from offload.core.strategy import LONG_RUN, Table, auto_order, resolve
 from offload.core.table import TABLE, Rejection, Strategy
 from offload.errors import UnsupportedPairError
 from offload.explain import NOMINAL
@@ -252,3 +252,62 @@ def test_auto_gives_every_reason_once() -> None:
         "most one run per token (4); 'cpu' copies between host tensors, and the device pool is on a "
         "GPU; one layer of one page is 8 runs of 1 byte, and 'direct' copies one run"
     )
+
+
+def test_columns_are_asked_with_the_pair_itself() -> None:
+    """A registered column sees kind, direction and both geometries as they are."""
+    host, device = pair(PoolKind.MHA, Layout.PAGE_FIRST)
+    asked: list[tuple[object, ...]] = []
+
+    def column(*given: object) -> str:
+        asked.append(given)
+        return "mine"
+
+    table = Table(columns={"mine": column})
+    assert table.judge(PoolKind.MHA, Direction.BACKUP, "mine", host, device) == "mine"
+    assert asked == [(PoolKind.MHA, Direction.BACKUP, host, device)]
+
+
+def test_a_pair_that_nothing_copies_offers_nothing() -> None:
+    """With every cell rejected there is no io backend, no layout and no pair to offer."""
+    host, device = pair(PoolKind.MHA, Layout.PAGE_FIRST)
+    nothing = Table(cells=dict.fromkeys(TABLE, Rejection("no")))
+    error = nothing.refusal(PoolKind.MHA, Direction.LOAD, "cpu", host, device, "no")
+    assert (error.io_backends, error.layouts, error.pair) == ((), (), None)
+
+
+def test_registered_orders_that_fit_are_offered() -> None:
+    """An order that lacks an axis is passed over, and the next one is offered by its name."""
+    orders = {
+        "short": Axes("p d", name="short"),
+        "long": Axes("p l t h d", name="long"),
+    }
+    host, device = pair(PoolKind.MHA, Layout.PAGE_FIRST)
+    offered = Table(orders=orders).layouts(PoolKind.MHA, Direction.LOAD, "cpu", host, device)
+    assert "long" in offered
+    assert "short" not in offered
+
+
+@pytest.mark.parametrize(("dim", "engines"), [(LONG_RUN - 1, False), (LONG_RUN, True)])
+def test_runs_are_long_from_the_bound_on(dim: int, engines: bool) -> None:
+    """A run of exactly the bound goes to a copy engine first."""
+    host, device = pair(PoolKind.ROWS, Layout.PAGE_FIRST, (Component("row", 1, 1, dim, 1),))
+    assert (auto_order(host, device)[0] is IoBackend.MEMCPY_BATCH) is engines
+
+
+@pytest.mark.parametrize(("heads", "copied"), [(1, True), (2, False)])
+def test_direct_copies_one_run_and_not_two(heads: int, copied: bool) -> None:
+    """Two runs are as many too many as five hundred."""
+    parts = (Component("k", 2, heads, 8, 2),)
+    host, device = pair(PoolKind.MHA, Axes("p h l t d") if heads > 1 else Axes("p l t d"), parts)
+    verdict = Table().judge(PoolKind.MHA, Direction.LOAD, "direct", host, device)
+    assert isinstance(verdict, Rejection) is not copied
+
+
+@pytest.mark.parametrize(("latent", "copied"), [(2, True), (1, False)])
+def test_words_of_four_bytes_are_enough(latent: int, copied: bool) -> None:
+    """Runs that start at multiples of four bytes are moved, of two bytes are not."""
+    parts = (Component("kv", 4, 1, 2 * latent, 2, (("latent", latent), ("rope", latent))),)
+    host, device = pair(PoolKind.MLA, Layout.PAGE_FIRST_KV_SPLIT, parts)
+    verdict = Table().judge(PoolKind.MLA, Direction.LOAD, "kernel", host, device)
+    assert isinstance(verdict, Rejection) is not copied
