@@ -101,7 +101,7 @@ REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
         ),
     ),
     "floats": (
-        lambda: as_pages(FLOATS, 8),  # type: ignore[arg-type]
+        lambda: as_pages(FLOATS, 8),
         "pages are float64, and page ids are integers.",
     ),
     "pool too large": (
