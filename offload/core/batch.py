@@ -7,7 +7,7 @@ that follows an earlier request has a queue of its own, because its mates must n
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from enum import StrEnum
 from heapq import heappop, heappush
 
@@ -228,32 +228,18 @@ class Queue:
         if head is None:
             return []
         heap = self._heaps[head.queue]
-        taken = list(self._within(heap, nbytes, ops, requests))
-        if not heap:
-            del self._heaps[head.queue]
-        return taken
-
-    def _within(
-        self,
-        heap: list[tuple[float, int, Piece]],
-        most_bytes: int,
-        most_ops: int,
-        requests: int | None,
-    ) -> Iterator[Piece]:
-        nbytes = ops = count = 0
+        taken: list[Piece] = []
         while heap:
             piece = heap[0][2]
-            if not queued(piece):
-                heappop(heap)
-                continue
-            nbytes += share(piece)
-            ops += piece.request.num_pages
-            count += 1
-            over = nbytes > most_bytes or ops > most_ops
-            if count > 1 and (over or (requests is not None and count > requests)):
-                return
+            if queued(piece):
+                nbytes -= share(piece)
+                ops -= piece.request.num_pages
+                if taken and (nbytes < 0 or ops < 0 or len(taken) == requests):
+                    return taken
+                taken.append(piece)
             heappop(heap)
-            yield piece
+        del self._heaps[head.queue]
+        return taken
 
 
 def queued(piece: Piece) -> bool:

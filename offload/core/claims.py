@@ -37,10 +37,12 @@ class Claims:
             host, device = self.tables[part.member]
             if piece.parent is None:
                 found = host.claim(number, part.host_pages, write=not load)
-                (sources if load else follow).extend(found)
+                if found:
+                    (sources if load else follow).extend(found)
             if not request.streaming or piece.parent is not None:
                 found = device.claim(number, part.device_pages, write=load)
-                (follow if load else sources).extend(found)
+                if found:
+                    (follow if load else sources).extend(found)
         return follow, sources
 
     def release(self, piece: Piece) -> None:

@@ -1,4 +1,7 @@
-"""What the machine is told and what it answers: events in, commands out."""
+"""What the machine is told and what it answers: events in, commands out.
+
+Nobody changes one; they are not frozen because that would cost more than what is done about them.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,14 @@ from offload.core.request import Request
 # Events ---------------------------------------------------------------------------------------
 
 
-@attrs.frozen
+@attrs.define
 class Unblock:
     """One thing that held a piece back from outside has happened."""
 
     piece: int
 
 
-@attrs.frozen
+@attrs.define
 class Written:
     """The forward has written one layer of a streaming backup."""
 
@@ -31,7 +34,7 @@ class Written:
     blockers: int = 0
 
 
-@attrs.frozen
+@attrs.define
 class Cancel:
     """Nobody wants the request any more; with an `error`, it failed instead (its deadline passed)."""
 
@@ -39,12 +42,12 @@ class Cancel:
     error: BaseException | None = None
 
 
-@attrs.frozen
+@attrs.define
 class Flush:
     """Issue what may be issued, at most one batch per direction."""
 
 
-@attrs.frozen
+@attrs.define
 class Landed:
     """Layers below `layers` of a batch have landed. Cumulative."""
 
@@ -52,7 +55,7 @@ class Landed:
     layers: int
 
 
-@attrs.frozen
+@attrs.define
 class Failed:
     """The copy of a batch raised at `layer`; its stream issues no more of it."""
 
@@ -64,7 +67,7 @@ class Failed:
     and goes on without it."""
 
 
-@attrs.frozen
+@attrs.define
 class Ended:
     """Nothing of the batch will touch memory again."""
 
@@ -78,42 +81,42 @@ Event: TypeAlias = Request | Unblock | Written | Cancel | Flush | Landed | Faile
 # Commands -------------------------------------------------------------------------------------
 
 
-@attrs.frozen
+@attrs.define
 class Issue:
     """Put a batch on the stream of its direction."""
 
     batch: Batch
 
 
-@attrs.frozen
+@attrs.define
 class Extend:
     """The batch may go on: its `limit` has grown."""
 
     batch: Batch
 
 
-@attrs.frozen
+@attrs.define
 class Stop:
     """Nobody wants the rest of the batch."""
 
     batch: Batch
 
 
-@attrs.frozen
+@attrs.define
 class Watch:
     """Somebody follows the batch: from now on the machine wants to hear of each of its layers."""
 
     batch: Batch
 
 
-@attrs.frozen
+@attrs.define
 class SettleLayer:
     """Layers below `batch.landed` have landed for every piece of the batch."""
 
     batch: Batch
 
 
-@attrs.frozen
+@attrs.define
 class Settle:
     """The request is over for its callers: done, failed or cancelled, as `state` says."""
 
@@ -121,7 +124,7 @@ class Settle:
     state: State
 
 
-@attrs.frozen
+@attrs.define
 class Unlock:
     """The pages of the request are free of traffic."""
 

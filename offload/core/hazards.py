@@ -44,7 +44,7 @@ Pages: TypeAlias = NDArray[np.int64]
 
 _WRITER = 1 << 32
 _READERS = _WRITER - 1
-_NOBODY: tuple[int, ...] = ()
+_NOBODY: Sequence[int] = ()
 _FIRST_LOG = 1024  # entries; 16 KiB, doubled when more than half of it is still needed
 
 
@@ -89,22 +89,17 @@ class HazardTable:
             Distinct holders in growing order; the shared empty tuple when there are none.
         """
         with self.mutex:
-            before = self._counter[pages]
+            counter, follow = self._counter, _NOBODY
+            before = counter[pages]
+            if np.count_nonzero(before):
+                counter[pages] = before + (_WRITER if write else 1)
+                look = self._before_write if write else self._before_read
+                follow = look(holder, pages, before)
+            else:  # the common case: nobody is there
+                counter[pages] = _WRITER if write else 1
             if write:
-                self._counter[pages] = before + _WRITER
-                follow = (
-                    self._before_write(holder, pages, before)
-                    if np.count_nonzero(before)
-                    else _NOBODY
-                )
                 self._writer[pages] = holder
             else:
-                self._counter[pages] = before + 1
-                follow = (
-                    self._before_read(holder, pages, before)
-                    if np.count_nonzero(before)
-                    else _NOBODY
-                )
                 self._reader[pages] = holder
                 self._reading[holder] = self._reading.get(holder, 0) + 1
             return follow
@@ -120,7 +115,10 @@ class HazardTable:
     def release(self, holder: int, pages: Pages, *, write: bool) -> None:
         """Take back one claim, with the arguments of that claim."""
         with self.mutex:
-            self._counter[pages] -= _WRITER if write else 1
+            if len(pages) == 1:
+                self._counter[pages.item()] -= _WRITER if write else 1
+            else:
+                self._counter[pages] -= _WRITER if write else 1
             self.releases += 1
             if not write:
                 left = self._reading[holder] - 1

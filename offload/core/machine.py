@@ -181,7 +181,7 @@ class Machine:
 
     def flushable(self) -> bool:
         """Return whether `Flush` would issue something."""
-        return any(self._room(direction) for direction in Direction)
+        return self._room(Direction.LOAD) is not None or self._room(Direction.BACKUP) is not None
 
     # Submit -----------------------------------------------------------------------------------
 
@@ -320,12 +320,12 @@ class Machine:
         self._last_batch += 1
         head = pieces[0]
         batch = Batch(
-            id=self._last_batch,
-            direction=direction,
-            route=head.request.route,
-            pieces=pieces,
-            first=head.first,
-            last=head.last,
+            self._last_batch,
+            direction,
+            head.request.route,
+            pieces,
+            head.first,
+            head.last,
             limit=self._limit(head),
             nbytes=sum(map(share, pieces)),
             due=head.request.due,
@@ -510,7 +510,9 @@ class Machine:
         relied = piece.id in follower.relies and piece.landed < follower.last
         if relied and (piece.touched or piece.state is State.FAILED):
             error = piece.error
-            if not isinstance(error, TransferFailed):  # else it was let down itself, and says by whom
+            if not isinstance(
+                error, TransferFailed
+            ):  # else it was let down itself, and says by whom
                 text = f"it was to read what comes from {piece.end()}."
                 error = TransferFailed.source(piece.name, text)
             self._abandon(follower.owner, "fail", error)
