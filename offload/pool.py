@@ -69,7 +69,8 @@ class DevicePool(Pool):
                 `allocate` makes them, with the layers in front where one tensor holds them all.
 
         Raises:
-            GeometryError: Components, shapes, strides or dtypes are not those of `spec`.
+            GeometryError: Components, shapes, strides or dtypes are not those of `spec`, or two tensors
+                share bytes.
         """
         geometry, held = adopt_device(spec, tensors, None if axes is None else Axes(axes))
         return cls(spec=spec, geometry=geometry, device=_device_of(held), tensors=held)
@@ -105,7 +106,7 @@ class HostPool(Pool):
         spec: PoolSpec,
         *,
         num_pages: int,
-        layout: str | Layout = Layout.PAGE_FIRST,
+        layout: str | Layout | None = None,
         axes: str | None = None,
         pinned: bool | None = None,
         page_align: int | None = None,
@@ -113,6 +114,7 @@ class HostPool(Pool):
         """Return a host pool whose pages read as zero and become resident when touched.
 
         Args:
+            layout: None: `page_first`, unless `axes` is given.
             axes: An order without a name, such as `"p l h t d"`, in place of `layout`.
             pinned: None: where there is a CUDA device.
             page_align: Pad the page stride to a multiple of this many bytes (page-major orders).
@@ -122,14 +124,15 @@ class HostPool(Pool):
 
         Raises:
             UnknownNameError: No layout has that name.
-            GeometryError: A size is wrong, or `page_align` on an order that is not page-major.
+            GeometryError: A size is wrong, both `layout` and `axes` were given, or `page_align` on an
+                order that is not page-major.
         """
         positive("HostPool.allocate", num_pages=num_pages, page_align=page_align or 1)
         pinned = torch.cuda.is_available() if pinned is None else pinned
         geometry = host_geometry(
             spec.kind,
             spec.parts,
-            registry.layout(layout) if axes is None else Axes(axes),
+            _order("HostPool.allocate", layout or (None if axes else Layout.PAGE_FIRST), axes),
             num_layers=spec.num_layers,
             num_pages=num_pages,
             page_align=page_align or 1,
@@ -166,16 +169,10 @@ class HostPool(Pool):
             axes: Or: their dimensions, whatever the strides.
 
         Raises:
-            GeometryError: Components, shapes, strides or dtypes are not those of `spec`.
+            GeometryError: Components, shapes, strides or dtypes are not those of `spec`, or two tensors
+                share bytes; or not one of `layout` and `axes` was given.
         """
-        if layout is None and axes is None:
-            raise GeometryError(
-                "HostPool.adopt",
-                expected={"order": "layout= or axes="},
-                got={"order": "not given"},
-                remedy="Pass one, such as layout='page_first' or axes='p l t h d'.",
-            )
-        order = registry.layout(layout) if layout is not None else Axes(axes or "")
+        order = _order("HostPool.adopt", layout, axes)
         geometry, held = adopt_host(spec, tensors, order)
         pinned = torch.cuda.is_available() and all(tensor.is_pinned() for tensor in _all(held))
         return cls(
@@ -204,6 +201,18 @@ class HostPool(Pool):
                 ends = [0] if part.whole_page else _offsets(part)
                 spans += [(start + offset, nbytes) for offset in ends]
         return spans
+
+
+def _order(call: str, layout: str | Layout | None, axes: str | None) -> Layout | Axes:
+    """Return the one order that was given."""
+    if (layout is None) == (axes is None):
+        raise GeometryError(
+            call,
+            expected={"order": "one of layout= and axes="},
+            got={"order": "neither" if axes is None else f"layout={str(layout)!r} and {axes=}"},
+            remedy="Pass one, such as layout='page_first' or axes='p l t h d'.",
+        )
+    return registry.layout(layout) if layout is not None else Axes(axes or "")
 
 
 def _stored(component: Component) -> list[str]:

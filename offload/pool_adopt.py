@@ -12,6 +12,7 @@ from offload.core.geometry import Array, Component, ComponentGeometry, Geometry
 from offload.core.kinds import Layout
 from offload.core.layout import DEVICE_AXES, HOST_AXES, read_array, sizes_of
 from offload.errors import GeometryError
+from offload.pool_apart import check_apart
 from offload.spec import PoolSpec
 
 Held: TypeAlias = dict[str, torch.Tensor | list[torch.Tensor]]
@@ -87,6 +88,7 @@ def _read(spec: PoolSpec, held: Held, axes: Axes, layout: Layout | None) -> Geom
             _check_dense(spec, array, components[0], axes, layout, num_pages)
         placed += found
         arrays.append(array)
+    check_apart(held)
     return Geometry(
         spec.kind,
         layout,

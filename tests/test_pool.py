@@ -537,11 +537,17 @@ def test_each_pool_has_its_own_pages() -> None:
     assert sorted(host.pages.alloc(8).tolist()) == list(range(8))
 
 
-def test_a_host_pool_needs_an_order() -> None:
-    """Adopting without layout and axes says which of them to pass."""
+def test_a_host_pool_needs_one_order() -> None:
+    """A pool is made or adopted by a layout or by axes; with both, or none to adopt by, it is refused."""
     held = HostPool.allocate(SYMMETRIC, num_pages=2, layout="page_first").tensors
-    with pytest.raises(GeometryError, match="order is not given, expected layout= or axes="):
+    with pytest.raises(GeometryError, match="order is neither, expected one of layout= and axes="):
         HostPool.adopt(SYMMETRIC, held)
+    with pytest.raises(GeometryError, match="order is layout='page_first' and axes='pt l h d'"):
+        HostPool.adopt(SYMMETRIC, held, layout="page_first", axes="pt l h d")
+    with pytest.raises(
+        GeometryError, match=r"HostPool\.allocate: order is layout='page_first' and"
+    ):
+        HostPool.allocate(SYMMETRIC, num_pages=2, layout="page_first", axes="pt l h d")
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,10 @@ HOST_ONLY = frozenset({IoBackend.CPU})
 PINNED_ONLY = frozenset({IoBackend.KERNEL})
 """Read and write host memory in place, from the GPU."""
 
-LONG_RUN = 64 * 1024
-"""Bytes. From here on one copy call per run keeps up with the link, so copy engines beat kernels."""
+LONG_RUN = 32 * 1024
+"""Bytes. From here on copy engines keep up with the link and leave multiprocessors to compute: on an H100
+runs of 24 KiB went at 5-7 GB/s, of 28 KiB at 28-44, of 64 KiB at 39-52 (vllm#42212). The cut moves with
+device and number of runs (vllm#57555); it is one constant, never tuned while running."""
 
 _ENGINES_FIRST = (
     IoBackend.MEMCPY_BATCH,

@@ -223,7 +223,7 @@ def _waiter(backup: offload.Transfer, scheduler: offload.BlockingScheduler) -> N
 
 def _fence(backup: offload.Transfer, scheduler: offload.BlockingScheduler) -> None:
     with pytest.raises(TimeoutError):
-        backup.fence_quietly(0, timeout=0)
+        backup.fence(0, timeout=0)
 
 
 def _follower(backup: offload.Transfer, scheduler: offload.BlockingScheduler) -> None:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
 
 import pytest
@@ -16,6 +17,7 @@ from offload.core.kinds import Direction, Layout
 from offload.core.plan import coalesce
 from offload.core.strategy import Table
 from offload.core.table import Rejection
+from offload.errors import GeometryError
 from offload.pool import DevicePool, HostPool
 from offload.spec import PoolSpec
 from tests import oracle
@@ -140,3 +142,73 @@ def test_adopted_orders_are_copied_or_refused_for_their_runs(
     assert torch.equal(host_bits(host), theirs)
     for got, want in zip(engine.around(), around, strict=True):
         assert torch.equal(got.view(torch.int16), want.view(torch.int16))
+
+
+def _bits(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.float16)
+
+
+SLOTS = SIZES["p"] * SIZES["t"]
+H, D = SIZES["h"], SIZES["d"]
+
+
+def _layers(width: int = D) -> list[torch.Tensor]:
+    return [_bits(SLOTS, H, width) for _ in range(SIZES["l"])]
+
+
+def _values_are_the_keys() -> dict[str, list[torch.Tensor]]:
+    keys = _layers()
+    return {"k": keys, "v": keys}
+
+
+def _two_layers_are_one() -> dict[str, list[torch.Tensor]]:
+    keys = _layers()
+    return {"k": [keys[0], keys[1], keys[0]], "v": _layers()}
+
+
+def _values_begin_inside_the_keys() -> dict[str, list[torch.Tensor]]:
+    both = _layers(2 * D - 1)
+    return {"k": [b[..., :D] for b in both], "v": [b[..., D - 1 :] for b in both]}
+
+
+def _a_layer_begins_before_the_last_ends() -> dict[str, list[torch.Tensor]]:
+    block = _bits(SIZES["l"] * SLOTS * H * D)
+    step = SLOTS * H * D - 1
+    return {
+        "k": [block[n * step :][: SLOTS * H * D].view(SLOTS, H, D) for n in range(SIZES["l"])],
+        "v": _layers(),
+    }
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (_values_are_the_keys, r"layer (\d) of 'k' and layer \1 of 'v'"),
+        (_two_layers_are_one, "layer 0 of 'k' and layer 2 of 'k'"),
+        (_values_begin_inside_the_keys, r"layer (\d) of 'k' and layer \1 of 'v'"),
+        (_a_layer_begins_before_the_last_ends, "layer 0 of 'k' and layer 1 of 'k'"),
+    ],
+)
+def test_tensors_that_share_bytes_are_refused(
+    make: Callable[[], dict[str, list[torch.Tensor]]], said: str
+) -> None:
+    """Two copies into one byte would race, so aliases are refused where they come in, and named."""
+    with pytest.raises(GeometryError, match=f"{said}: bytes is shared, expected of their own"):
+        DevicePool.adopt(SPEC, make())
+
+
+def test_tensors_cut_out_of_one_block_are_adopted() -> None:
+    """Keys beside values in each row, and layers that take turns in each slot, share no byte."""
+    both = _layers(2 * D)
+    beside = {"k": [b[..., :D] for b in both], "v": [b[..., D:] for b in both]}
+    turns = _bits(SLOTS, 2 * SIZES["l"], H, D)
+    taking = {
+        "k": [turns[:, 2 * n] for n in range(SIZES["l"])],
+        "v": [turns[:, 2 * n + 1] for n in range(SIZES["l"])],
+    }
+    for held in (beside, taking):
+        assert DevicePool.adopt(SPEC, held).num_pages == SIZES["p"]
+    host = {name: _bits(SIZES["p"], SIZES["l"], SIZES["t"], H, D) for name in "kv"}
+    assert HostPool.adopt(SPEC, host, layout="page_first_direct").num_pages == SIZES["p"]
+    with pytest.raises(GeometryError, match="'k' and 'v'"):
+        HostPool.adopt(SPEC, dict.fromkeys("kv", host["k"]), layout="page_first_direct")
