@@ -84,6 +84,7 @@ class HostIndex:
         for key, page in zip(keys, pages, strict=False):
             assert key not in self._entries, "a block is written once"
             self._entries[key] = _Entry(page)
+        self.touch(keys[: len(pages)])
         self._lock(pages)
         return pages
 

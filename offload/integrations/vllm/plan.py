@@ -244,8 +244,8 @@ class Planner:
         if blocks is None:
             return
         new = [i for i in new if blocks[i] != self.null_block]
-        self.index.touch(hashes[:full])
         host = self.index.write([hashes[i] for i in new], keep=hashes[:full])
+        self.index.touch(hashes[:full])
         self.tally.no_room_blocks += len(new) - len(host)
         new = new[: len(host)]
         if not new:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import attrs
 
@@ -27,8 +27,13 @@ B = TypeVar("B", bound=Block)
 class BlockPool(Protocol[B]):
     """vLLM's pool of device blocks, as far as it is used here."""
 
-    blocks: list[B]
-    null_block: B
+    @property
+    def blocks(self) -> Sequence[B]:
+        """By id."""
+
+    @property
+    def null_block(self) -> B:
+        """The block that stands for none."""
 
     def touch(self, blocks: Sequence[B]) -> None:
         """Count one more user of each."""
@@ -38,10 +43,10 @@ class BlockPool(Protocol[B]):
 
 
 @attrs.frozen(eq=False)
-class PoolHolds:
+class PoolHolds(Generic[B]):
     """Holds as users in vLLM's own reference counts: a block is free when the last user is gone, whoever it is."""
 
-    pool: BlockPool[Block]
+    pool: BlockPool[B]
 
     def hold(self, blocks: Sequence[int]) -> None:
         """Keep blocks from being reused."""

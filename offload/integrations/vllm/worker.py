@@ -251,13 +251,11 @@ class WorkerSide:
     def _wait(self, load: _Moving, transfer: Transfer, layer: int) -> None:
         start = time.perf_counter()
         try:
-            began = transfer.fence_quietly(layer, self.settings.timeout_s + _SLACK_S)
+            timeout = self.settings.timeout_s + _SLACK_S
+            self.moved.waits += layerwise.fence(transfer, layer, self._forward, timeout)
         except (TransferFailed, TimeoutError):
             _LOG.exception("load %d broke; its blocks are computed again", load.job.number)
             load.broken = True
-        else:
-            transfer.note(layer, began, self._forward)
-            self.moved.waits += began != 0
         self.moved.wait_s += time.perf_counter() - start
 
     def _written(self, store: _Moving, layer: int) -> None:
