@@ -79,7 +79,15 @@ class KernelCopy(DirectCopy):
 
     @classmethod
     def of(cls, both: PoolCopy) -> KernelCopy:
-        """Return the copies, their page ids where a kernel reads them."""
+        """Return the copies, their page ids where a kernel reads them.
+
+        Raises:
+            GeometryError: The device does not reach the host pool as one range.
+        """
+        for ours, theirs in both.pairs:
+            for pool, part in ((both.source, ours), (both.destination, theirs)):
+                if part.breaks:
+                    address(pool, part, 0)  # raises where its chunks lie apart on the device
         calls = here()
         return cls(both, calls, *(calls.host_numbers(np.ascontiguousarray(p)) for p in both.pages))
 

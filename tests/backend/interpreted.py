@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from typing import cast
 
 import numpy as np
 import pytest
@@ -21,9 +22,18 @@ from offload.route import Router
 from offload.spec import PoolSpec
 from offload.testing_cuda import FakeCuda
 from tests import oracle
+from tests.backend.elsewhere import Elsewhere, host_pool, mapped_twice
 from tests.backend.fake_stream import Cell, cells, check, on_stream
 from tests.backend.test_joined import PATIENCE, on_fake_gpu, round_trip
-from tests.backend.test_matrix import LAYERS, SPECS, page_sets, pools, runs_of, supported
+from tests.backend.test_matrix import (
+    DEVICE_PAGES,
+    LAYERS,
+    SPECS,
+    page_sets,
+    pools,
+    runs_of,
+    supported,
+)
 from tests.sched import contents
 from tests.test_groups import HOST, MADE, fill
 
@@ -283,3 +293,30 @@ def test_a_span_is_bounded_and_a_failed_one_has_landed_nothing(
     assert caught.value.layer == 2
     assert fake.names == ["copy_layers"] * 3
     assert [launch.args[-1] for launch in fake.launches] == [2, 2, 2]
+
+
+@pytest.mark.parametrize("chunk", [4096, 3 * 4096])
+@pytest.mark.parametrize("layout", [Layout.LAYER_FIRST, Layout.PAGE_FIRST])
+def test_tables_hold_the_addresses_that_the_device_knows(layout: Layout, chunk: int) -> None:
+    """A launcher maps what it is given as a tensor, not what stands in a table; chunks apart are refused."""
+    spec = SPECS["mla"]
+    device = DevicePool.allocate(spec, num_pages=DEVICE_PAGES)
+    with mapped_twice(chunk=chunk, chunks=3 * 4096 // chunk) as twice:
+        host = host_pool(twice, spec, layout)
+        oracle.fill(device, 1)
+        fake, backend = Elsewhere(twice), KernelBackend()
+        with on_stream(fake):
+            if chunk == 4096:
+                with pytest.raises(offload.GeometryError, match="no kernel can read as one"):
+                    backend.warm_up(device, host, Direction.BACKUP)
+                return
+            prepared = backend.prepare(device, host, Direction.BACKUP, runs_of([(1, 5), (2, 7)]))
+            backend.copy_layers(prepared, range(LAYERS))
+            fake.run()
+        (launch,) = fake.launches
+        table = cast("torch.Tensor", launch.args[1]).numpy()
+        assert len(table) == LAYERS
+        assert twice.first(table.view(np.uint64)) == 0
+        for layer in range(LAYERS):
+            assert torch.equal(device.view("kv", layer)[[1, 2]], host.view("kv", layer)[[5, 7]])
+    fake.check()

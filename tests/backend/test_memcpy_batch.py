@@ -10,12 +10,14 @@ from offload.backend import memcpy_batch
 from offload.backend.base import PoolCopy
 from offload.backend.memcpy_batch import MemcpyBatchBackend, MemcpyBatchCopy
 from offload.core.kinds import Direction, IoBackend, Layout
+from offload.core.plan import coalesce
 from offload.pool import DevicePool, HostPool
 from offload.spec import PoolSpec
 from offload.testing_cuda import FakeCuda
 from tests import oracle
+from tests.backend.elsewhere import Elsewhere, host_pool, mapped_twice
 from tests.backend.fake_stream import Cell, cells, check, on_stream
-from tests.backend.test_matrix import LAYERS, page_sets, pools, runs_of
+from tests.backend.test_matrix import DEVICE_PAGES, LAYERS, SPECS, page_sets, pools, runs_of
 
 CELLS = cells(IoBackend.MEMCPY_BATCH)
 
@@ -78,3 +80,28 @@ def test_addresses_beyond_two_to_the_31_are_exact() -> None:
     assert torch.equal(far[there], device.flat("row", 0)[0].view(2, -1))
     wrapped = there[1] * 4 * 2304 % 2**31 // (4 * 2304)
     assert not far[[0, wrapped - 1, wrapped, wrapped + 1]].any()
+
+
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize("layout", [Layout.LAYER_FIRST, Layout.PAGE_FIRST])
+def test_host_memory_is_named_as_the_device_knows_it(layout: Layout, direction: Direction) -> None:
+    """Where page-locked chunks have other addresses on the device, those are what the call is given."""
+    spec = SPECS["mla"]
+    device = DevicePool.allocate(spec, num_pages=DEVICE_PAGES)
+    with mapped_twice(chunk=4096, chunks=3) as twice:
+        host = host_pool(twice, spec, layout)
+        oracle.fill(device, 1)
+        oracle.fill(host, 2)
+        fake, pages = Elsewhere(twice), np.arange(DEVICE_PAGES)
+        there = pages * (host.num_pages // DEVICE_PAGES)
+        sides = (there, pages) if direction is Direction.LOAD else (pages, there)
+        with on_stream(fake):
+            prepared = MemcpyBatchBackend().prepare(device, host, direction, coalesce(*sides))
+            for layer in range(LAYERS):
+                prepared.copy(layer)
+            fake.run()
+        assert fake.wrong == 0
+        assert len({call.arguments for call in fake.named("device_address")}) == 3
+        for layer in range(LAYERS):
+            assert torch.equal(device.view("kv", layer), host.view("kv", layer)[there])
+    fake.check()
