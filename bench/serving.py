@@ -37,7 +37,7 @@ from bench.common import finish, options
 from bench.swap import Swap
 from offload.demo import prompt, weights
 from offload.driver.threads import ThreadsDriver
-from offload.integrations.transformers import Session, Sessions, pool_spec
+from offload.integrations.transformers import Session, SessionPools, Sessions, session_pools
 
 TURN = 24
 PAGE_SIZE = 16
@@ -105,16 +105,23 @@ class Bench:
         await session.evict()
         return seconds
 
+    def pools(self) -> SessionPools:
+        """Return pools for two sessions, one of which is on the host at times."""
+        pages = -(-self.ids.shape[1] // PAGE_SIZE)
+        return session_pools(
+            self.model,
+            page_size=PAGE_SIZE,
+            num_pages=2 * pages,
+            num_host_pages=pages + 1,
+            layout="page_first_direct",
+        )
+
     @asynccontextmanager
     async def sessions(self, link: float | None) -> AsyncIterator[tuple[Session, Session]]:
         """Yield a resident session and an evicted one, with the same prefix cached."""
-        spec = pool_spec(self.model.config, page_size=PAGE_SIZE, dtype=self.model.dtype)
-        pages = -(-self.ids.shape[1] // PAGE_SIZE)
-        device = offload.DevicePool.allocate(spec, num_pages=2 * pages)
-        host = offload.HostPool.like(device, num_pages=pages, layout="page_first_direct")
         driver = ThreadsDriver(link)
-        async with offload.open_scheduler(device, host, driver=driver) as scheduler:
-            sessions = Sessions(self.model.config, scheduler, device=device, host=host)
+        async with offload.open_scheduler(self.pools(), driver=driver) as scheduler:
+            sessions = Sessions(scheduler)
             both = [sessions.open(max_tokens=self.ids.shape[1]) for _ in range(2)]
             for session in both:
                 with session.use() as cache:
@@ -139,9 +146,7 @@ class Bench:
 
     async def throttled(self, resident: float) -> Seconds:
         """Return TTFTs with a link on which the load takes `LOAD_SHARE` of `resident` seconds."""
-        config = self.model.config
-        spec = pool_spec(config, page_size=PAGE_SIZE, dtype=self.model.dtype)
-        nbytes = -(-self.prefix // PAGE_SIZE) * spec.page_bytes
+        nbytes = -(-self.prefix // PAGE_SIZE) * self.pools().page_bytes
         seconds: Seconds = {"resident": [], "loaded": [], "serial": []}
         async with self.sessions(nbytes / (LOAD_SHARE * resident)) as (here, there):
             for _ in range(self.rounds):

@@ -22,7 +22,7 @@ from offload.demo.results import Results, combine
 from offload.demo.serve import Heartbeat, Plan, Server, Turn
 from offload.demo.table import Progress, report
 from offload.driver.threads import ThreadsDriver
-from offload.integrations.transformers import Sessions, pool_spec
+from offload.integrations.transformers import Sessions, session_pools
 
 PAGE_SIZE = 16
 PICTURED = 2
@@ -81,8 +81,8 @@ def run(model: PreTrainedModel, tokenizer: Tokenizer, plan: Plan, options: Optio
         await anyio.to_thread.run_sync(_warm_up, model)
         progress.begin("loaded", plan.count)
         async with (
-            _beating(heartbeat),
             sessions(server, options.layout, RESIDENTS, driver, tracer) as some,
+            _beating(heartbeat),
         ):
             loaded = await server.cached(some, residents=RESIDENTS, evict=True)
         server.tracer = None  # The trace shows the serving loop; what follows is there to compare.
@@ -142,12 +142,16 @@ async def sessions(
     tracer: offload.Tracer | None,
 ) -> AsyncIterator[Sessions]:
     """Open sessions on a device pool that holds `residents` of the plan's longest chat."""
-    spec = pool_spec(server.model.config, page_size=PAGE_SIZE, dtype=server.model.dtype)
     pages = -(-server.max_tokens() // PAGE_SIZE)
-    device = offload.DevicePool.allocate(spec, num_pages=pages * residents)
-    host = offload.HostPool.like(device, num_pages=pages * len(server.plan.prompts), layout=layout)
-    async with offload.open_scheduler(device, host, driver=driver, tracer=tracer) as scheduler:
-        yield Sessions(server.model.config, scheduler, device=device, host=host)
+    pools = session_pools(
+        server.model,
+        page_size=PAGE_SIZE,
+        num_pages=pages * residents,
+        num_host_pages=pages * len(server.plan.prompts) + residents,  # as many backups run at once
+        layout=layout,
+    )
+    async with offload.open_scheduler(pools, driver=driver, tracer=tracer) as scheduler:
+        yield Sessions(scheduler)
 
 
 @asynccontextmanager

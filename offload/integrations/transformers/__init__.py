@@ -4,7 +4,8 @@ Start at `offload.integrations.transformers.session`.
 """
 
 from offload.integrations.transformers.cache import PagedCache
-from offload.integrations.transformers.model import pool_spec
+from offload.integrations.transformers.kept import Kept, kept_by
+from offload.integrations.transformers.pools import SessionPools, session_pools
 from offload.integrations.transformers.session import Session, Sessions
 
-__all__ = ["PagedCache", "Session", "Sessions", "pool_spec"]
+__all__ = ["Kept", "PagedCache", "Session", "SessionPools", "Sessions", "kept_by", "session_pools"]
