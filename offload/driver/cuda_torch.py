@@ -35,6 +35,7 @@ class TorchCuda:
     def __init__(self, library: DriverLibrary | None = None) -> None:
         self._driver = DriverLibrary() if library is None else library
         self._contexts: dict[int, ctypes.c_void_p] = {}
+        self._same: dict[int, bool] = {}
 
     def set_device(self, device: int) -> None:
         torch.cuda.set_device(device)
@@ -151,12 +152,7 @@ class TorchCuda:
         )
 
     def device_address(self, address: int) -> int:
-        handle, same = ctypes.c_int(), ctypes.c_int()
-        self._driver("cuCtxGetDevice", ctypes.byref(handle))
-        self._driver(
-            "cuDeviceGetAttribute", ctypes.byref(same), ctypes.c_int(_HOST_POINTER_WORKS), handle
-        )
-        if same.value:
+        if self._reaches_by_host_address(torch.cuda.current_device()):
             return address
         found = ctypes.c_uint64()
         self._driver(
@@ -166,3 +162,18 @@ class TorchCuda:
             ctypes.c_uint(0),
         )
         return found.value
+
+    def _reaches_by_host_address(self, device: int) -> bool:
+        """Return whether registered memory has one address for both: asked once per device."""
+        found = self._same.get(device)
+        if found is None:
+            handle, same = ctypes.c_int(), ctypes.c_int()
+            self._driver("cuDeviceGet", ctypes.byref(handle), ctypes.c_int(device))
+            self._driver(
+                "cuDeviceGetAttribute",
+                ctypes.byref(same),
+                ctypes.c_int(_HOST_POINTER_WORKS),
+                handle,
+            )
+            found = self._same[device] = bool(same.value)
+        return found
