@@ -7,10 +7,11 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import cast
 
 import torch
 
-from offload.driver.cuda_calls import CudaError, Spans
+from offload.driver.cuda_calls import CudaError, RawStream, Spans
 from offload.testing_cuda_model import (
     Access,
     Call,
@@ -57,7 +58,7 @@ class FakeDevice:
     def step(self) -> bool:
         """Let one stream do one thing; return False when none can."""
         with self._changed:
-            able = [s for s in self._streams if s.queue and s.queue[0].ready()]
+            able = [stream for stream in self._streams if stream.able]
             if self.broken is not None or not able:
                 return False
             stream = self._random.choice(able)
@@ -97,12 +98,17 @@ class FakeDevice:
                     self._changed.wait_for(lambda: not self._running or self._steppable())
 
     def _steppable(self) -> bool:
-        return self.broken is None and any(s.queue and s.queue[0].ready() for s in self._streams)
+        return self.broken is None and any(stream.able for stream in self._streams)
 
     @property
     def idle(self) -> bool:
         """Whether every stream has done all that was enqueued."""
         return not any(stream.queue for stream in self._streams)
+
+    def drained(self, timeout: float) -> None:
+        """Wait, while it runs, until everything that was enqueued is done."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.idle, timeout), "something never ends"
 
     def fail(
         self, error_code: int = 1, *, nth: int = 1, name: str | None = None, sticky: bool = False
@@ -119,6 +125,20 @@ class FakeDevice:
         with self._changed:
             self.broken = error_code
             self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def holding(self, *streams: RawStream) -> Iterator[None]:
+        """Step these streams in no case inside the block: what is on them lands after it."""
+        held = [cast("FakeStream", stream) for stream in streams]
+        for stream in held:
+            stream.held = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                for stream in held:
+                    stream.held = False
+                self._changed.notify_all()
 
     @contextlib.contextmanager
     def capture(self) -> Iterator[None]:

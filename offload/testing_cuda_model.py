@@ -42,6 +42,13 @@ class FakeStream:
     clock: Clock = attrs.field(factory=dict)
     queue: deque[Op] = attrs.field(factory=deque)
     destroyed: bool = False
+    held: bool = False
+    """Not stepped now."""
+
+    @property
+    def able(self) -> bool:
+        """Whether it has something to do that it may do now."""
+        return bool(self.queue) and not self.held and self.queue[0].ready()
 
     def __repr__(self) -> str:
         return f"<FakeStream {self.cuda_stream} {self.done}/{self.enqueued}>"
