@@ -132,10 +132,10 @@ class Flight:
 
     def prepare(self) -> None:
         """Plan the batch and make its copies ready."""
-        start = self.clock()
+        tracer = self.tracer
+        start = self.clock() if tracer is not None else 0
         requests = [piece.request for piece in self.batch.pieces]
         self._copies = self.route.prepare(plan_copy(self.batch.direction, requests))
-        tracer = self.tracer
         if tracer is not None and tracer.active:
             ids = tuple(request.id for request in requests)
             end = self.clock()
@@ -163,7 +163,7 @@ class Flight:
             return None
         if self.tracer is not None:
             self._handed_ns = self.clock()
-        if self._copies.spans and self._together():
+        if self.route.spans and self._together():
             end = self._next = self._copies.reach(layer, self.limit)
             return end - 1, self._copies.span(layer, end)
         self._next = layer + 1
@@ -177,7 +177,8 @@ class Flight:
         """Publish that a layer has been enqueued, and those before it that went as one with it."""
         if self.tracer is not None:
             self._issue_ns[layer] = (self._handed_ns, self.clock())
-        for each in range(self.issued_layers, layer + 1):
+        self.events[layer] = event
+        for each in range(self.issued_layers, layer):
             self.events[each] = event
         self.issued_layers = layer + 1
         if self.bell.waiting:

@@ -61,11 +61,6 @@ class Copies:
             layer += 1
         return layer
 
-    @property
-    def spans(self) -> bool:
-        """Whether layers go better together than one by one, where nobody follows them one by one."""
-        return self._route.spans
-
     def size(self, layer: int) -> tuple[int, int, int]:
         """Return bytes, copies asked for, and copies made, of one model layer."""
         prepared = self._prepared

@@ -64,19 +64,32 @@ class CpuBackend:
     name = "cpu"
 
     def __init__(self) -> None:
-        self._views: dict[tuple[Pool, Pool], dict[tuple[str, int], Sides]] = {}
+        self._between: dict[tuple[Pool, Pool], _Between] = {}
 
     def prepare(
         self, device: DevicePool, host: HostPool, direction: Direction, runs: Runs
     ) -> CpuCopy:
         """Choose the way, and make the indices; views of the pools are kept for the next batch."""
         both = PoolCopy.of(device, host, direction, runs)
-        views = self._views.setdefault((both.source, both.destination), {})
+        between = self._between.get((both.source, both.destination))
+        if between is None:
+            between = self._between[both.source, both.destination] = _Between(_packed(both))
         nbytes = both.layer_bytes // len(both.pairs)
-        return CpuCopy(both, views, _Pages.of(runs, nbytes, packed=_packed(both)))
+        return CpuCopy(both, between.views, _Pages.of(runs, nbytes, packed=between.packed))
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
+class _Between:
+    """What copies from one pool to another share."""
+
+    packed: bool
+    """Whether pages of the source lie together."""
+
+    views: dict[tuple[str, int], Sides] = attrs.field(factory=dict)
+    """By component and layer."""
+
+
+@attrs.define(eq=False)
 class _Pages:
     """The pages of a batch, in the form that its way needs."""
 

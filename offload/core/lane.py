@@ -56,6 +56,11 @@ class Lane(Generic[Flight]):
     def __repr__(self) -> str:
         return f"<Lane {len(self.flights)} flights, {len(self.left)} to reap>"
 
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to pick or to reap."""
+        return bool(self.flights or self.left)
+
     def add(self, flight: Flight) -> None:
         """Take a flight."""
         self.flights.append(flight)

@@ -99,7 +99,7 @@ class ThreadStream:
         if self._cpus is not None:
             os.sched_setaffinity(0, self._cpus)  # 0 is this thread, not the process
         while not self._closing.is_set():
-            if not self._turn():
+            if not (self._lane.busy and self._turn()):
                 self._admit(self._inbox.get())
                 self._due = time.perf_counter()
         self._abandon()
@@ -109,8 +109,9 @@ class ThreadStream:
 
         A function of its own, so that a worker that sleeps keeps no flight alive.
         """
-        self._take()
-        picked = None if self._fenced() else self._pick()
+        if not self._inbox.empty():
+            self._take()
+        picked = None if self._fences and self._fenced() else self._pick()
         if picked is not None:
             self._copy(picked[0], picked[1], cast("Work", picked[2]))
         for flight in self._lane.reap() if self._lane.left else ():
