@@ -11,17 +11,11 @@ if TYPE_CHECKING:
     from offload.trace.tracer import Tracer
 
 
-class PageCounts(Protocol):
-    """What a pool's allocator tells of itself."""
-
-    @property
-    def num_free(self) -> int: ...
-
-
 class Pages(Protocol):
     """A pool's allocator."""
 
-    def statistics(self) -> PageCounts: ...
+    @property
+    def num_free(self) -> int: ...
 
 
 class Pool(Protocol):
@@ -37,19 +31,28 @@ class Pool(Protocol):
 
 @attrs.define(eq=False)
 class PoolUse:
-    """Watches pools, and records how many of their bytes are not free whenever that has changed."""
+    """Watches pools, and records how many of their bytes are not free whenever that has changed.
+
+    It looks once per turn of the scheduler, so it asks for one number per pool and no more.
+    """
 
     _pools: Sequence[Pool]
     _last: tuple[int, int] = attrs.field(default=(-1, -1), init=False)
+    _sizes: Sequence[tuple[Pages, int]] = attrs.field(init=False)
+    _total: int = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        pools = [pool for pool in self._pools if pool.num_pages]
+        self._sizes = [(pool.pages, pool.nbytes // pool.num_pages) for pool in pools]
+        self._total = sum(
+            pool.num_pages * page for pool, (_, page) in zip(pools, self._sizes, strict=True)
+        )
 
     def sample(self, tracer: Tracer, ns: int) -> None:
         """Look at the pools now."""
-        used = sum(map(_used, self._pools))
+        used = self._total
+        for pages, size in self._sizes:
+            used -= pages.num_free * size
         if (tracer.period, used) != self._last:
             self._last = tracer.period, used
             tracer.counter("host pool", ns, {"used": used})
-
-
-def _used(pool: Pool) -> int:
-    pages = pool.num_pages - pool.pages.statistics().num_free
-    return pages * (pool.nbytes // max(1, pool.num_pages))
