@@ -33,6 +33,7 @@ from tests.integrations.tiny import (
     model,
     rig,
 )
+from tests.integrations.turns import PREFIX, continued, expected, same_bits
 
 # Models -------------------------------------------------------------------------------------------------
 
@@ -175,6 +176,26 @@ def test_a_pool_whose_pages_cannot_be_one_view_is_refused() -> None:
     device = offload.DevicePool.adopt(spec, tensors, axes="p h t d")
     with pytest.raises(offload.GeometryError, match="one stride"):
         SessionPools(keeps, kv=(device, offload.HostPool.like(device, num_pages=4)))
+
+
+def test_pools_may_be_adopted() -> None:
+    """Sessions live as well on tensors that someone else owns: all layers in one, heads not split."""
+    keeps = kept("llama", torch.float32)
+    spec = plans(keeps, PAGE_SIZE)["kv"].spec
+    tensors = {name: torch.zeros(4, 20 * PAGE_SIZE, 2, 8) for name in "kv"}
+    device = offload.DevicePool.adopt(spec, tensors)
+    pools = SessionPools(keeps, kv=(device, offload.HostPool.like(device, num_pages=20)))
+
+    async def body() -> None:
+        async with offload.open_scheduler(pools) as scheduler:
+            r = Rig(model("llama", torch.float32), pools, Sessions(scheduler))
+            session = r.sessions.open(max_tokens=40)
+            await r.use(session, ids(PREFIX, seed=1))
+            await session.evict()
+            r.poison_devices()
+            assert same_bits(await continued(r, session), expected("llama", torch.float32))
+
+    anyio.run(body)
 
 
 def test_a_scheduler_over_other_pools_is_refused() -> None:

@@ -38,8 +38,14 @@ from transformers import (
 
 import offload
 from offload.driver.base import Driver
-from offload.integrations.transformers import Kept, Session, SessionPools, Sessions, kept_by
-from offload.integrations.transformers.plan import plans
+from offload.integrations.transformers import (
+    Kept,
+    Session,
+    SessionPools,
+    Sessions,
+    kept_by,
+    session_pools,
+)
 
 # Reference kernels are what runs here; the advice to install others is not of interest.
 transformers.logging.set_verbosity_error()  # type: ignore[no-untyped-call]
@@ -316,24 +322,23 @@ def generate(
 
 
 def made_pools(
-    kept: Kept, *, num_pages: int = 40, num_slots: int = NUM_SLOTS, layout: str = "page_first"
+    made: PreTrainedModel, *, num_pages: int = 40, num_slots: int = NUM_SLOTS
 ) -> SessionPools:
-    """Return pools of a model, as `session_pools` makes them, whose host pages are scattered and poisoned."""
-    pools: dict[str, tuple[offload.DevicePool, offload.HostPool]] = {}
-    for name, plan in plans(kept, PAGE_SIZE).items():
-        slots = plan.sort == "state"
-        device = offload.DevicePool.allocate(plan.spec, num_pages=num_slots if slots else num_pages)
-        host = offload.HostPool.like(
-            device, num_pages=4 * num_slots if slots else 64, layout=layout
-        )
-        poison(device)
-        poison(host)
-        pools[name] = device, host
-    made = SessionPools(kept, **pools)
-    for member in made.members:
-        if member is made.anchor or member.rule == "own":
+    """Return poisoned pools of a model whose free host pages are scattered."""
+    pools = session_pools(
+        made,
+        page_size=PAGE_SIZE,
+        num_pages=num_pages,
+        num_host_pages=64,
+        num_slots=num_slots,
+        num_host_slots=4 * NUM_SLOTS,
+    )
+    for member in pools.members:
+        poison(member.device)
+        poison(member.host)
+        if member is pools.anchor or member.rule == "own":
             scatter(member.host)
-    return made
+    return pools
 
 
 @asynccontextmanager
@@ -346,9 +351,10 @@ async def rig(
     num_slots: int = NUM_SLOTS,
 ) -> AsyncIterator[Rig]:
     """Open a scheduler over poisoned pools. Enter it in the test's body."""
-    pools = made_pools(kept(name, dtype), num_pages=num_pages, num_slots=num_slots)
+    made = model(name, dtype)
+    pools = made_pools(made, num_pages=num_pages, num_slots=num_slots)
     async with offload.open_scheduler(pools, driver=driver) as scheduler:
-        yield Rig(model(name, dtype), pools, Sessions(scheduler))
+        yield Rig(made, pools, Sessions(scheduler))
 
 
 def scatter(pool: offload.HostPool) -> None:

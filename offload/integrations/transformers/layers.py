@@ -300,11 +300,15 @@ def _check_like(
     what: str, slot: torch.Tensor, states: torch.Tensor, *, dims: Sequence[int], dtype: bool = True
 ) -> None:
     """Refuse states that the pool does not hold: sizes in `dims`, dtype and device, all at once."""
-    expected: dict[str, object] = {"device": slot.device}
-    got: dict[str, object] = {"device": states.device}
-    for facts, tensor in ((expected, slot), (got, states)):
-        facts["sizes"] = [tensor.shape[dim] for dim in dims if dim < tensor.dim()]
-        if dtype:
-            facts["dtype"] = tensor.dtype
-    if expected != got:
-        raise GeometryError(what, expected=expected, got=got)
+    same = states.dim() == slot.dim() and all(states.shape[dim] == slot.shape[dim] for dim in dims)
+    if same and states.device == slot.device and (not dtype or states.dtype == slot.dtype):
+        return
+    facts = [
+        {
+            "sizes": [tensor.shape[dim] for dim in dims if dim < tensor.dim()],
+            "dtype": tensor.dtype if dtype else "any",
+            "device": tensor.device,
+        }
+        for tensor in (slot, states)
+    ]
+    raise GeometryError(what, expected=facts[0], got=facts[1])
