@@ -23,7 +23,7 @@ from offload.route_copies import Copies
 from offload.trace import Tracer
 
 if TYPE_CHECKING:
-    from offload.transfer import Transfer
+    from offload.ride import Ride
 
 
 LOOK_S = 0.5
@@ -108,7 +108,7 @@ class Flight:
     issue_watched: bool = False
     """Whether it wants to hear of issues too."""
 
-    transfers: list[Transfer] = attrs.field(factory=list)
+    rides: list[Ride] = attrs.field(factory=list)
     events: dict[int, Event] = attrs.field(factory=dict)
     _fenced: dict[int, int] = attrs.field(factory=dict)
     """The last layer of a request that some compute stream was ordered after, by request."""

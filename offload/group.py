@@ -13,9 +13,10 @@ from typing import Literal, Self
 
 import attrs
 
+from offload.core.hazards import HazardTable
 from offload.core.kinds import Direction, Layout
-from offload.core.pages import PageAllocator, PagesLike
-from offload.core.request import Part
+from offload.core.pages import PageAllocator, PagesLike, as_pages
+from offload.core.request import Pages, Part
 from offload.errors import GeometryError, RequestError, UnknownNameError
 from offload.group_member import Member, PageRule, by_model_layer
 from offload.group_pages import GroupPages, PagePair, give_all, take_all
@@ -181,6 +182,34 @@ class PoolGroup:
         """Return the bytes that these page pairs move over all layers."""
         each = self._page_bytes
         return sum(len(part.host_pages) * each[part.member] for part in parts)
+
+    def places(
+        self,
+        device_pages: PagesLike,
+        host_pages: PagesLike,
+        members: Mapping[str, PagePair] | None = None,
+    ) -> list[tuple[HazardTable, Pages]]:
+        """Return checked copies of pages of the anchor and of members with their own, each with its table.
+
+        Members that follow are not looked at: a request lets go of their pages with those that they follow.
+
+        Raises:
+            RequestError: A page is out of range.
+            UnknownNameError: `members` names one that takes no pages of its own.
+        """
+        own = {} if members is None else members
+        self._check_own(own)
+        found = []
+        for name, pair in {self.anchor.name: PagePair(host_pages, device_pages), **own}.items():
+            member = self._own.get(name, self.anchor)
+            for pool, pages, what in (
+                (member.device, pair.device_pages, "device page"),
+                (member.host, pair.host_pages, "host page"),
+            ):
+                checked = as_pages(pages, pool.num_pages, what=what)
+                if len(checked):
+                    found.append((pool.pages.table, checked))
+        return found
 
     def alloc(
         self,

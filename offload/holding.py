@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
+import threading
 from collections.abc import Callable
 from types import TracebackType
 
 import attrs
 
+from offload.core.batch import Piece
+from offload.core.machine import Machine
+from offload.driver.loops import running_on_asyncio
+from offload.errors import RequestError
+from offload.ride import Ride
 from offload.submit import Desk, Hold
 
 
@@ -16,10 +24,12 @@ class HoldBlock:
 
     _desk: Desk
     _let_go: Callable[[list[int]], None]
-    _holds: list[Hold] = attrs.field(factory=list)
+    _entered: list[tuple[Hold, object]] = attrs.field(factory=list)
 
     def __enter__(self) -> None:
-        self._holds.append(self._desk.hold())
+        hold, who = self._desk.hold(), caller()
+        hold.inside.append(who)
+        self._entered.append((hold, who))
 
     def __exit__(
         self,
@@ -27,6 +37,67 @@ class HoldBlock:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        pieces = self._desk.release(self._holds.pop())
+        hold, who = self._entered.pop()
+        hold.inside.remove(who)
+        pieces = self._desk.release(hold)
         if pieces:
             self._let_go(pieces)
+
+
+def caller() -> object:
+    """Return what runs now: a task of an event loop, or else a thread."""
+    task: object = None
+    if running_on_asyncio():
+        task = asyncio.current_task()
+    elif "trio" in sys.modules:
+        import trio
+
+        if trio.lowlevel.in_trio_task():
+            task = trio.lowlevel.current_task()
+    return threading.get_ident() if task is None else task
+
+
+def refuse_held(hold: Hold, machine: Machine, ride: Ride) -> None:
+    """Raise if the caller is inside a hold, and waits for what cannot begin before that ends.
+
+    Raises:
+        RequestError: He does.
+    """
+    if caller() in hold.inside and (ride.hold is hold or _behind(machine, ride, hold)):
+        raise RequestError(
+            f"{ride!r} cannot begin before the `hold()` block ends that this wait is in: it would wait "
+            "for ever. Leave the block, then wait."
+        )
+
+
+def refuse_held_pages(hold: Hold, machine: Machine, busy: Callable[[Piece], bool]) -> None:
+    """Raise if the caller is inside a hold, and waits for pages that a request uses which it keeps back.
+
+    Raises:
+        RequestError: He does.
+    """
+    if caller() in hold.inside:
+        for number in list(hold.pieces):
+            piece = machine.find(number)
+            if piece is not None and busy(piece):
+                raise RequestError(
+                    f"{piece.name} uses these pages, and cannot begin before the `hold()` block ends that "
+                    "this wait is in: it would wait for ever. Leave the block, then wait."
+                )
+
+
+def _behind(machine: Machine, ride: Ride, hold: Hold) -> bool:
+    """Return whether a request follows one that is kept back, over others or directly."""
+    piece = machine.find(ride.request.id)
+    stack: list[Piece] = [] if piece is None else [piece]
+    seen = set(stack)
+    while stack:
+        piece = stack.pop()
+        if piece.id in hold.pieces:
+            return True
+        ahead = set(piece.follows) | (
+            set(piece.stream.pieces) if piece.stream is not None else set()
+        )
+        stack += ahead - seen
+        seen |= ahead
+    return False

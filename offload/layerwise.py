@@ -11,12 +11,13 @@ import attrs
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from offload import waits
 from offload.errors import RequestError
 from offload.trace import Tracer
 from offload.trace.forward import ForwardTrace
 from offload.transfer import Transfer
 
-__all__ = ["Attachment", "ForwardTrace", "attach"]
+__all__ = ["Attachment", "ForwardTrace", "attach", "fence"]
 
 _Hook: TypeAlias = Callable[..., None]
 
@@ -65,7 +66,7 @@ class Attachment:
                 "in order."
             )
         for backup in self._backups:
-            if not backup.request.streaming:
+            if not backup._ride.request.streaming:
                 raise RequestError(
                     f"{backup!r} is not a streaming backup, and would not hear of written layers. "
                     "Submit it with streaming=True."
@@ -79,7 +80,7 @@ class Attachment:
 
     def __enter__(self) -> Self:
         transfers = (*self._loads, *self._backups)
-        tracer = transfers[0].tracer if transfers else self._tracer
+        tracer = transfers[0]._ride.shell.tracer if transfers else self._tracer
         if tracer is not None and tracer.active:
             self._trace = ForwardTrace(tracer)
         for layer, module in enumerate(self._modules):
@@ -104,7 +105,7 @@ class Attachment:
 
     def _clock(self) -> int:
         transfers = (*self._loads, *self._backups)
-        return transfers[0].now_ns() if transfers else time.perf_counter_ns()
+        return transfers[0]._ride.shell.driver.now_ns() if transfers else time.perf_counter_ns()
 
     def _before(self, layer: int) -> _Hook:
         def wait(*_: object) -> None:
@@ -114,8 +115,7 @@ class Attachment:
             if trace is not None:
                 trace.arrive(layer)
             for load in self._loads:
-                start = load.fence_quietly(layer)
-                load.note(layer, start, trace)
+                fence(load, layer, trace)
 
         return wait
 
@@ -129,9 +129,26 @@ class Attachment:
                 backup.layer_written(layer)
             if layer == last and self._began_ns:
                 for transfer in (*self._loads, *self._backups)[:1]:
-                    transfer.note_forward(self._clock() - self._began_ns)
+                    transfer._ride.shell.counters.forwarded(self._clock() - self._began_ns)
 
         return written
+
+
+def fence(
+    transfer: Transfer, layer: int, trace: ForwardTrace | None = None, timeout: float | None = None
+) -> bool:
+    """Fence a layer as `Transfer.fence` does; return whether the thread had to wait.
+
+    For engines with hooks of their own.
+
+    Args:
+        trace: The forward to which a wait is drawn.
+        timeout: Seconds that a wait may take.
+    """
+    ride = transfer._ride
+    start = waits.fence(ride, layer, timeout)
+    ride.shell.note_wait(ride, layer, start, trace)
+    return start != 0
 
 
 def _listed(transfers: Transfer | Sequence[Transfer] | None) -> tuple[Transfer, ...]:

@@ -83,13 +83,18 @@ class Home:
                     "belongs to the loop that opened it; open one per loop."
                 )
 
+    @property
+    def forked(self) -> bool:
+        """Whether this process was forked off the one that opened the scheduler."""
+        return os.getpid() != self._process
+
     def check_process(self, call: str) -> None:
         """Raise in a process that was forked off: the scheduler's threads stayed in its parent.
 
         Raises:
             RequestError: This is not the process that opened the scheduler.
         """
-        if os.getpid() != self._process:
+        if self.forked:
             raise RequestError(
                 f"cannot {call} in process {os.getpid()}: the scheduler was opened in process "
                 f"{self._process}, and its threads did not come along when that forked. Open a "
@@ -115,6 +120,11 @@ class Nowhere(Home):
     @property
     def closed(self) -> bool:
         """Not yet."""
+        return False
+
+    @property
+    def forked(self) -> bool:
+        """Not that anybody knows."""
         return False
 
     def post(self, callback: Callable[[], object]) -> bool:

@@ -16,6 +16,7 @@ import anyio
 import attrs
 from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 
+from offload.admission import admit, submit_nowait
 from offload.core.events import Cancel
 from offload.core.kinds import Direction
 from offload.core.pages import PagesLike
@@ -68,12 +69,15 @@ class Scheduler:
         """Stop intake, cancel what is queued, and wait until nothing moves any more.
 
         Cannot be interrupted by cancellation: memory must not go away under a copy. Any task of the
-        loop, any number of times; a later call waits for the first.
+        loop, any number of times; a later call waits for the first. In a forked child it returns at once.
 
         Args:
             drain: Finish what is queued instead of cancelling it.
             deadline: On the scheduler's clock; what is still queued then is cancelled after all.
         """
+        if self._shell.home.forked:
+            self._shell.closing = True  # its threads and copies are the parent's
+            return
         self._shell.home.check_process("close")
         if deadline is not None and not _is_time(deadline):
             raise RequestError(
@@ -90,6 +94,7 @@ class Scheduler:
             if drain and deadline is not None and not math.isinf(deadline):
                 self._shell.timer.call_at(deadline, self._cancel_queued_soon)
             self._shell.take_inbox()
+            self._shell.let_go_of_all()
             if not drain:
                 await self._cancel_queued()
             else:
@@ -217,7 +222,7 @@ class Scheduler:
             priority=priority, deadline=deadline, after=after, join=join,
             io_backend=io_backend, members=members,
         )  # fmt: skip
-        return self._shell.submit_nowait(submission)
+        return submit_nowait(self._shell, submission)
 
     def backup_nowait(
         self,
@@ -238,13 +243,13 @@ class Scheduler:
             priority=priority, deadline=deadline, after=after, streaming=streaming,
             io_backend=io_backend, members=members,
         )  # fmt: skip
-        return self._shell.submit_nowait(submission)
+        return submit_nowait(self._shell, submission)
 
     async def _submit(self, submission: Submission) -> Transfer:
         await checkpoint_if_cancelled()
         self._shell.refuse_closed()
         if self._shell.line.open_for(submission.priority, submission.nbytes):
-            return self._shell.admit(submission)
+            return admit(self._shell, submission)
         if submission.hold is not None:
             self._shell.let_go(submission.hold.pieces)
         woken = anyio.Event()
@@ -261,7 +266,7 @@ class Scheduler:
                         "nothing was submitted"
                     )
                 if self._shell.line.may_go(place):
-                    return self._shell.admit(submission)
+                    return admit(self._shell, submission)
                 place.event = woken = anyio.Event()
         finally:
             self._shell.line.leave(place)
@@ -293,23 +298,47 @@ class Scheduler:
         """Return the time in seconds on the clock of deadlines."""
         return self._shell.now()
 
-    def busy(self, *, device_pages: PagesLike = (), host_pages: PagesLike = ()) -> bool:
-        """Return whether any of these pages of the anchor's pools may still be read or written."""
-        self._shell.take_inbox()
-        return self._shell.claimed(device_pages, host_pages)
+    def busy(
+        self,
+        *,
+        device_pages: PagesLike = (),
+        host_pages: PagesLike = (),
+        members: Mapping[str, PagePair] | None = None,
+    ) -> bool:
+        """Return whether any of these pages may still be read or written.
 
-    async def idle(self, *, device_pages: PagesLike = (), host_pages: PagesLike = ()) -> None:
-        """Wait until these pages are free of traffic, whatever became of the transfers.
+        Args:
+            device_pages, host_pages: Pages of the anchor's pools, and so of all members that follow it.
+            members: Pages of the group's members that have their own; either side may be empty.
+        """
+        if not self._shell.home.forked:
+            self._shell.take_inbox()
+        return self._shell.busy(self._shell.places(device_pages, host_pages, members))
+
+    async def idle(
+        self,
+        *,
+        device_pages: PagesLike = (),
+        host_pages: PagesLike = (),
+        members: Mapping[str, PagePair] | None = None,
+    ) -> None:
+        """Wait until these pages are free of traffic, whatever became of the transfers. Arguments as `busy`.
 
         Raises:
             SchedulerClosedError: The device is lost, and they never will be.
+            RequestError: A request uses them that is kept back by the `hold` this wait is in.
         """
+        shell = self._shell
+        shell.home.check("idle", "scheduler.from_thread.wait_idle")
         await checkpoint()
-        device, host = self._shell.anchor_pages(device_pages, host_pages)
-        while self.busy(device_pages=device, host_pages=host):
-            if self._shell.stuck is not None:
-                raise SchedulerClosedError("wait for idle pages") from self._shell.stuck
-            await self._shell.change()
+        places = shell.places(device_pages, host_pages, members)
+        shell.take_inbox()
+        while shell.busy(places):
+            if shell.stuck is not None:
+                raise SchedulerClosedError("wait for idle pages") from shell.stuck
+            shell.refuse_held_pages(places)
+            await shell.change()
+            shell.take_inbox()
 
     @property
     def counters(self) -> Counters:
@@ -321,7 +350,7 @@ class Scheduler:
         return self._shell.statistics()
 
     def __repr__(self) -> str:
-        state = "closed" if self._shell.closing else f"{len(self._shell.transfers)} transfers"
+        state = "closed" if self._shell.closing else f"{len(self._shell.rides)} transfers"
         return f"<Scheduler {self._shell.group!r} on {self._shell.driver.name}, {state}>"
 
     # Turns ---------------------------------------------------------------------------------------------

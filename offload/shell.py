@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import cast
+from typing import TypeAlias, cast
 
 import anyio
 import attrs
@@ -43,27 +43,30 @@ from offload.core.events import (
     Watch,
     Written,
 )
-from offload.core.kinds import Direction
+from offload.core.hazards import HazardTable
 from offload.core.machine import Machine
-from offload.core.pages import PagesLike, as_pages
+from offload.core.pages import PagesLike
 from offload.core.request import Pages
 from offload.counters import Counters
 from offload.driver.base import Driver
 from offload.errors import RequestError, SchedulerClosedError
 from offload.flight import Bell, Flight
-from offload.group import PoolGroup
-from offload.holding import HoldBlock
+from offload.group import PagePair, PoolGroup
+from offload.holding import HoldBlock, refuse_held, refuse_held_pages
 from offload.logs import SLOW_NS, RateLimited, logger
 from offload.loop import Home, Nowhere
 from offload.parking import Line
+from offload.ride import Ride
 from offload.route import Route
 from offload.statistics import DirectionStatistics, Statistics
-from offload.submit import Desk, Submission
+from offload.submit import Desk
 from offload.timer import Timer
 from offload.trace import ASYNC_LANE, OpenRequest, Tracer
 from offload.trace.forward import ForwardTrace
 from offload.trace.pools import PoolUse
-from offload.transfer import Transfer
+
+Places: TypeAlias = Sequence[tuple[HazardTable, Pages]]
+"""Pages of several pools, with the tables that know who uses them."""
 
 _LET_GO = 4096
 """Held requests let go in one turn, and so in one batch: about 30 ms of the loop."""
@@ -81,6 +84,9 @@ class Shell:
 
     counters: Counters = attrs.field(factory=Counters)
     bell: Bell = attrs.field(factory=Bell)
+    verdicts: threading.Lock = attrs.field(factory=threading.Lock)
+    """Held while the outcome of a request is decided; for a few reads, never longer."""
+
     closing: bool = False
     _dead: bool = False
 
@@ -100,7 +106,7 @@ class Shell:
     line: Line = attrs.field(init=False)
     home: Home = attrs.field(factory=Nowhere)
     timer: Timer = attrs.field(init=False)
-    transfers: dict[int, Transfer] = attrs.field(factory=dict)
+    rides: dict[int, Ride] = attrs.field(factory=dict)
     """Those whose pages are still claimed."""
 
     _flights: dict[int, Flight] = attrs.field(factory=dict)
@@ -164,95 +170,33 @@ class Shell:
         for pool in pools:
             pool.pages.table.owner = owner
 
-    # Submit ---------------------------------------------------------------------------------------
-
-    def admit(self, submission: Submission) -> Transfer:
-        """Give a submission its place in the order. On the loop's thread."""
-        self.take_inbox()
-        if submission.join and (rider := self._join(submission)) is not None:
-            return rider
-        request = submission.request(self.machine.new_id())
-        transfer = Transfer(
-            self,
-            request,
-            submission.submitted_ns,
-            submission.tags,
-            submission.after,
-            submission.marks,
-        )
-        counters = self.counters.of(request.direction)
-        if request.streaming:
-            transfer.stream()
-        if not request.num_pages:
-            counters.admit()
-            counters.withdraw()
-            transfer.settle(State.DONE, None, None)
-            counters.settle()
-            transfer.release()
-            return transfer
-        self._start(transfer)
-        self._gate(request.id, submission)
-        if submission.deadline is not None and not transfer.settled:
-            transfer.alarm = self.timer.call_at(submission.deadline, lambda: self._expire(transfer))
-        self.ask_for_turn()
-        return transfer
-
-    def _start(self, transfer: Transfer) -> None:
-        """Tell the machine of a request; it may settle at once."""
-        request = transfer.request
-        self.transfers[request.id] = transfer
-        try:
-            commands = self.machine.handle(request)
-        except BaseException:
-            del self.transfers[request.id]
-            raise
-        self.counters.of(request.direction).admit()
-        for command in commands:
-            self._obey(command)
-
-    def _gate(self, piece: int, submission: Submission) -> None:
-        if submission.hold is not None and not submission.streaming:
-            submission.hold.pieces.append(piece)
-        for mark in submission.marks:
-            mark.watch(lambda: self.post(lambda: self.handle(Unblock(piece))))
-
-    def _join(self, submission: Submission) -> Transfer | None:
-        """Ride on a running load of the same pairs that nothing has come between."""
-        first = submission.parts[0]
-        if not len(first.device_pages):
-            return None
-        table = self.group.members[first.member].device.pages.table
-        lead = self.transfers.get(table.last_writer(int(first.device_pages[0])))
-        if lead is None or not _same_copy(lead, submission):
-            return None
-        if not self.machine.undisturbed(lead.request):
-            return None
-        rider = Transfer(
-            self,
-            lead.request,
-            submission.submitted_ns,
-            submission.tags,
-            submission.after,
-            submission.marks,
-        )
-        lead.take(rider)
-        counters = self.counters.of(lead.direction)
-        counters.admit()
-        counters.withdraw()
-        if submission.deadline is not None:
-            rider.alarm = self.timer.call_at(submission.deadline, lambda: self._expire(rider))
-        return rider
-
-    def submit_nowait(self, submission: Submission) -> Transfer:
-        """Admit a submission, or raise `anyio.WouldBlock` where it would have to wait for room."""
-        self.refuse_closed()
-        if not self.line.open_for(submission.priority, submission.nbytes):
-            raise anyio.WouldBlock
-        return self.admit(submission)
+    # What every face asks -----------------------------------------------------------------------
 
     def hold(self) -> AbstractContextManager[None]:
         """Keep back what the calling thread submits until the block ends; then it is one batch."""
         return HoldBlock(self.desk, self.let_go)
+
+    def refuse_held(self, ride: Ride) -> None:
+        """Raise if the caller waits for what he keeps back himself. Any thread."""
+        hold = self.desk.holding()
+        if hold is not None:
+            refuse_held(hold, self.machine, ride)
+
+    def refuse_held_pages(self, places: Places) -> None:
+        """Raise if the caller waits for pages that are used by what he keeps back himself. Any thread."""
+        hold = self.desk.holding()
+        if hold is not None:
+            refuse_held_pages(hold, self.machine, lambda piece: self._uses(piece, places))
+
+    def _uses(self, piece: Piece, places: Places) -> bool:
+        """Return whether a request has claimed any of these pages."""
+        for part in piece.request.parts:
+            for table, pages in zip(
+                self.machine.tables[part.member], (part.host_pages, part.device_pages), strict=True
+            ):
+                if any(other is table and np.isin(wanted, pages).any() for other, wanted in places):
+                    return True
+        return False
 
     @property
     def stuck(self) -> BaseException | None:
@@ -281,17 +225,20 @@ class Shell:
         if self.closing:
             raise SchedulerClosedError from self.lost
 
-    def _expire(self, transfer: Transfer) -> None:
-        if not transfer.done:
-            self._abandon(transfer, TimeoutError("its deadline passed before it had settled"))
+    def expire(self, ride: Ride) -> None:
+        """Fail a request whose deadline has passed."""
+        error = TimeoutError("its deadline passed before it had settled")
+        if ride.decide(State.FAILED, error):
+            self._abandon(ride, error)
 
-    def _abandon(self, transfer: Transfer, error: BaseException | None) -> None:
-        """End a transfer for its caller; the copies go on where others ride on them."""
-        if transfer.leave():
-            state = State.CANCELLED if error is None else State.FAILED
-            self._count(transfer, transfer.settle(state, error, None), error)
+    def _abandon(self, ride: Ride, error: BaseException | None) -> None:
+        """End a request for its caller; the copies go on where others ride on them."""
+        if ride.settled:
+            return
+        if ride.wanted_by_others():
+            self._count(ride, State.CANCELLED if error is None else State.FAILED, error)
         else:
-            self.handle(Cancel(transfer.request.id, error))
+            self.handle(Cancel(ride.request.id, error))
         self.ask_for_turn()
 
     def call_at(self, when: float, act: Callable[[], None]) -> None:
@@ -300,23 +247,29 @@ class Shell:
 
     # Acts of a transfer, from any thread ----------------------------------------------------------
 
-    def cancel(self, transfer: Transfer) -> None:
-        """Cancel a transfer; see `Transfer.cancel`."""
-        if not self.home.here:
-            self.post(lambda: self.cancel(transfer))
+    def cancel(self, ride: Ride) -> None:
+        """Cancel a request; see `Transfer.cancel`."""
+        self.home.check_process("cancel")
+        here = self.home.here
+        if here:
+            self.take_inbox()
+        if not ride.decide(State.CANCELLED):
             return
-        self.take_inbox()
-        if not transfer.done:
-            self._abandon(transfer, None)
+        if here:
+            self._abandon(ride, None)
+        else:
+            self.bell.ring()
+            self.post(lambda: self._abandon(ride, None))
 
-    def layer_written(self, transfer: Transfer, layer: int) -> None:
+    def layer_written(self, ride: Ride, layer: int) -> None:
         """See `Transfer.layer_written`."""
+        self.home.check_process("say that a layer is written")
         marks = self.desk.marks("compute")
-        transfer.write(layer)
+        ride.write(layer)
 
         def written() -> None:
             piece = self.machine.new_id()
-            self.handle(Written(transfer.request.id, layer, piece, len(marks)))
+            self.handle(Written(ride.request.id, layer, piece, len(marks)))
             for mark in marks:
                 mark.watch(lambda: self.post(lambda: self.handle(Unblock(piece))))
 
@@ -336,6 +289,12 @@ class Shell:
         if held:
             self.post(go)
 
+    def let_go_of_all(self) -> None:
+        """Unblock everything that is held: nobody's block may keep a scheduler from closing."""
+        for ride in list(self.rides.values()):
+            if ride.hold is not None and ride.hold.pieces:
+                self.let_go(ride.hold.pieces)
+
     def check_may_block(self, what: str) -> None:
         """Raise if blocking this thread would stop the loop that has to end the wait."""
         self.home.check_process(what)
@@ -346,10 +305,10 @@ class Shell:
             )
 
     def note_wait(
-        self, transfer: Transfer, layer: int, start_ns: int, forward: ForwardTrace | None
+        self, ride: Ride, layer: int, start_ns: int, forward: ForwardTrace | None = None
     ) -> None:
         """Count a wait for a layer; `start_ns` is 0 when it did not have to wait. Any thread."""
-        counters, tracer = self.counters.of(transfer.direction), self.tracer
+        counters, tracer = self.counters.of(ride.direction), self.tracer
         if not start_ns:
             counters.ready()
             if tracer is not None and tracer.active:
@@ -358,9 +317,9 @@ class Shell:
         end = self.driver.now_ns()
         counters.waited(end - start_ns)
         if forward is not None:
-            forward.waited(transfer.request.id, layer, start_ns)
+            forward.waited(ride.request.id, layer, start_ns)
         elif tracer is not None and tracer.active:
-            tracer.wait(transfer.request.id, transfer.direction, layer, start_ns, end, ASYNC_LANE)
+            tracer.wait(ride.request.id, ride.direction, layer, start_ns, end, ASYNC_LANE)
 
     def now(self) -> float:
         """Return the time in seconds on the clock of deadlines."""
@@ -380,17 +339,18 @@ class Shell:
             batches=self.batches,
         )
 
-    def claimed(self, device_pages: PagesLike, host_pages: PagesLike) -> bool:
-        """Return what `busy` does, without what other threads have posted. Any thread."""
-        anchor = self.group.anchor
-        device, host = self.anchor_pages(device_pages, host_pages)
-        return anchor.device.pages.table.busy(device) or anchor.host.pages.table.busy(host)
+    def busy(self, places: Places) -> bool:
+        """Return whether some pages are claimed, without what other threads have posted. Any thread."""
+        return any(table.busy(pages) for table, pages in places)
 
-    def anchor_pages(self, device_pages: PagesLike, host_pages: PagesLike) -> tuple[Pages, Pages]:
-        """Return checked copies of page ids of the anchor's pools. Any thread."""
-        anchor = self.group.anchor
-        device = as_pages(device_pages, anchor.device.num_pages, what="device page")
-        return device, as_pages(host_pages, anchor.host.num_pages, what="host page")
+    def places(
+        self,
+        device_pages: PagesLike,
+        host_pages: PagesLike,
+        members: Mapping[str, PagePair] | None,
+    ) -> Places:
+        """Return checked copies of page ids, by table. Any thread."""
+        return self.group.places(device_pages, host_pages, members)
 
     # Turns ----------------------------------------------------------------------------------------
 
@@ -462,8 +422,8 @@ class Shell:
         over, error, landed = flight.over, flight.error, flight.landed_layers
         batch = flight.batch
         if flight.issue_watched:
-            for transfer in flight.transfers:
-                transfer.wake(flight.issued_layers)
+            for ride in flight.rides:
+                ride.wake(flight.issued_layers)
         if landed > batch.landed:
             self.handle(Landed(batch.id, landed))
         if error is not None and not batch.failed:
@@ -472,21 +432,25 @@ class Shell:
         if over and batch.id in self._flights:
             del self._flights[batch.id]
             self.handle(Ended(batch.id, flight.untouched))
-            flight.transfers.clear()  # they refer to it too
+            flight.rides.clear()  # they refer to it too
             self._notify()
 
     def handle(self, event: Event) -> None:
         if self.stuck is None:
-            for command in self.machine.handle(event):
-                self._obey(command)
+            self.obey(self.machine.handle(event))
+
+    def obey(self, commands: Sequence[Command]) -> None:
+        """Do what the machine wants done."""
+        for command in commands:
+            self._obey(command)
 
     def _obey(self, command: Command) -> None:
         match command:
             case SettleLayer(batch):
                 flight = self._flights[batch.id]
-                for transfer in flight.transfers:
-                    if transfer.watched:
-                        transfer.wake(batch.landed)
+                for ride in flight.rides:
+                    if ride.watched:
+                        ride.wake(batch.landed)
             case Issue(batch):
                 self._issue(batch)
             case Settle(piece, state):
@@ -522,43 +486,43 @@ class Shell:
         flight.watched = flight.by_layer = any(piece.followers for piece in batch.pieces)
         now = self.driver.now_ns()
         for piece in batch.pieces:
-            transfer = self.transfers.get(piece.request.id)
-            if transfer is None:
-                continue
-            transfer.fly(flight, piece)
+            ride = self.rides.get(piece.request.id)
+            if ride is not None:
+                ride.fly(flight, piece)
         stream.carry(flight)
-        for transfer in flight.transfers:  # counted while the stream plans already
-            if not transfer.issued_ns:
-                transfer.issued_ns = now
-                counters.issue(transfer.nbytes, now - transfer.submitted_ns)
+        for ride in flight.rides:  # counted while the stream plans already
+            if not ride.issued_ns:
+                ride.issued_ns = now
+                counters.issue(ride.request.nbytes, now - ride.submitted_ns)
 
     def _settle(self, piece: Piece, state: State) -> None:
-        transfer = self.transfers[piece.request.id]
-        layer = transfer.layer_of(piece.error)
-        if not transfer.issued_ns:
-            self.counters.of(transfer.direction).withdraw()
-        for each in (transfer, *transfer.riders()):
+        ride = self.rides[piece.request.id]
+        if not ride.issued_ns:
+            self.counters.of(ride.direction).withdraw()
+        for each in (ride, *ride.riders()):
             if not each.settled:
-                self._count(each, each.settle(state, piece.error, layer), piece.error)
+                self._count(each, state, piece.error)
 
-    def _count(self, transfer: Transfer, state: State, error: BaseException | None) -> None:
-        counters = self.counters.of(transfer.direction)
+    def _count(self, ride: Ride, state: State, error: BaseException | None) -> None:
+        """Settle a request, and count, log and trace how it ended."""
+        state = ride.settle(state, error)
+        error, counters = ride.error, self.counters.of(ride.direction)
         failed = error if state is State.FAILED else None
         counters.settle(failed=failed, cancelled=state is State.CANCELLED)
-        if transfer.alarm is not None:
-            self.timer.cancel(transfer.alarm)
-            transfer.alarm = None
+        if ride.alarm is not None:
+            self.timer.cancel(ride.alarm)
+            ride.alarm = None
         self.bell.ring()
         now, tracer = self.driver.now_ns(), self.tracer
         if state is State.FAILED:
-            self._failures.warning("%r failed: %r", transfer, error)
-        elif transfer.issued_ns and now - transfer.issued_ns > SLOW_NS:
-            self._slow.warning("%r took %.1f s", transfer, (now - transfer.issued_ns) / 1e9)
+            self._failures.warning("%r failed: %r", ride, error)
+        elif ride.issued_ns and now - ride.issued_ns > SLOW_NS:
+            self._slow.warning("%r took %.1f s", ride, (now - ride.issued_ns) / 1e9)
         if tracer is not None and tracer.active:
-            request = transfer.request
+            request = ride.request
             tracer.request(
-                request.id, request.direction, transfer.submitted_ns, transfer.issued_ns,
-                now, request.nbytes, request.num_pages, state, transfer.tags,
+                request.id, request.direction, ride.submitted_ns, ride.issued_ns,
+                now, request.nbytes, request.num_pages, state, ride.tags,
             )  # fmt: skip
             if state is not State.DONE:
                 what = "cancel" if state is State.CANCELLED else "error"
@@ -571,11 +535,11 @@ class Shell:
             self.tracer.mark(what, **args, **why)
 
     def _unlock(self, piece: Piece) -> None:
-        transfer = self.transfers.pop(piece.request.id)
-        counters = self.counters.of(transfer.direction)
-        if transfer.issued_ns:
-            counters.drain(transfer.nbytes)
-        transfer.release()
+        ride = self.rides.pop(piece.request.id)
+        counters = self.counters.of(ride.direction)
+        if ride.issued_ns:
+            counters.drain(ride.request.nbytes)
+        ride.release()
         self.bell.ring()
         self._notify()
 
@@ -599,10 +563,10 @@ class Shell:
         """Settle everything as failed and refuse everything; no page is unlocked any more."""
         self.closing = True
         self.line.refuse()
-        for transfer in list(self.transfers.values()):
-            for each in (transfer, *transfer.riders()):
+        for ride in list(self.rides.values()):
+            for each in (ride, *ride.riders()):
                 if not each.settled:
-                    self._count(each, each.settle(State.FAILED, error, None), error)
+                    self._count(each, State.FAILED, error)
         self.bell.ring()
         self._notify()
 
@@ -614,26 +578,10 @@ class Shell:
                 t.direction,
                 t.submitted_ns,
                 t.issued_ns,
-                t.nbytes,
+                t.request.nbytes,
                 t.request.num_pages,
                 t.tags,
             )
-            for t in list(self.transfers.values())
-            if not t.done
+            for t in list(self.rides.values())
+            if t.verdict() is None
         ]
-
-
-def _same_copy(lead: Transfer, submission: Submission) -> bool:
-    """Return whether a running load moves just these pages, in the same order with compute."""
-    request = lead.request
-    if lead.settled or request.direction is not Direction.LOAD or lead.after != submission.after:
-        return False
-    if any(mark not in lead.marks for mark in submission.marks):
-        return False  # compute was queued between the two
-    if request.route is not submission.route or len(request.parts) != len(submission.parts):
-        return False
-    return all(
-        np.array_equal(mine.host_pages, theirs.host_pages)
-        and np.array_equal(mine.device_pages, theirs.device_pages)
-        for mine, theirs in zip(request.parts, submission.parts, strict=True)
-    )

@@ -34,6 +34,8 @@ class Hold:
 
     depth: int = 0
     pieces: list[int] = attrs.field(factory=list)
+    inside: list[object] = attrs.field(factory=list)
+    """The tasks, or threads, that are in the block."""
 
 
 class _Held(threading.local):
@@ -135,7 +137,7 @@ class Desk:
             join,
             after,
             () if streaming else self.marks(after),
-            self._holding(),
+            self.holding(),
             tracer.tags() if tracer is not None and tracer.active else None,
         )
 
@@ -163,13 +165,14 @@ class Desk:
 
     def hold(self) -> Hold:
         """Keep back what the calling thread submits from now on, until `release`."""
-        hold = self._holding()
+        hold = self.holding()
         if hold is None:
             hold = self._held.hold = Hold()
         hold.depth += 1
         return hold
 
-    def _holding(self) -> Hold | None:
+    def holding(self) -> Hold | None:
+        """Return what keeps back the requests of the calling thread, if anything does."""
         hold = self._held.hold
         return hold if hold is not None and hold.depth else None
 

@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING, TypeVar
 
 import attrs
 
+from offload.admission import admit, submit_nowait
 from offload.core.kinds import Direction
 from offload.core.pages import PagesLike
 from offload.counters import Counters
-from offload.errors import RequestError, SchedulerClosedError
+from offload.errors import SchedulerClosedError
 from offload.flight import LOOK_S
 from offload.group import PagePair
 from offload.parking import Place
 from offload.statistics import Statistics
 from offload.submit import After, Submission
 from offload.transfer import Transfer
+from offload.waits import check_timeout
 
 if TYPE_CHECKING:
     from offload.shell import Shell
@@ -100,7 +102,7 @@ class _Admission:
     def _admit(self) -> None:
         if self.future.set_running_or_notify_cancel():
             try:
-                self.future.set_result(self.shell.admit(self.submission))
+                self.future.set_result(admit(self.shell, self.submission))
             except BaseException as error:  # noqa: BLE001 - the same
                 self.future.set_exception(error)
 
@@ -194,7 +196,7 @@ class ThreadFace:
             priority=priority, deadline=deadline, after=after, join=join,
             io_backend=io_backend, members=members,
         )  # fmt: skip
-        return self._call(lambda: self._shell.submit_nowait(submission))
+        return self._call(lambda: submit_nowait(self._shell, submission))
 
     def backup_nowait(
         self,
@@ -214,7 +216,7 @@ class ThreadFace:
             priority=priority, deadline=deadline, after=after, streaming=streaming,
             io_backend=io_backend, members=members,
         )  # fmt: skip
-        return self._call(lambda: self._shell.submit_nowait(submission))
+        return self._call(lambda: submit_nowait(self._shell, submission))
 
     def hold(self) -> AbstractContextManager[None]:
         """Keep back what this thread submits until the block ends; then it is one batch."""
@@ -224,35 +226,46 @@ class ThreadFace:
         """Return the time in seconds on the clock of deadlines."""
         return self._shell.now()
 
-    def busy(self, *, device_pages: PagesLike = (), host_pages: PagesLike = ()) -> bool:
-        """Return whether any of these pages may still be read or written."""
-        return self._call(lambda: self._shell.claimed(device_pages, host_pages))
+    def busy(
+        self,
+        *,
+        device_pages: PagesLike = (),
+        host_pages: PagesLike = (),
+        members: Mapping[str, PagePair] | None = None,
+    ) -> bool:
+        """Return whether any of these pages may still be read or written. Arguments as `Scheduler.busy`."""
+        places = self._shell.places(device_pages, host_pages, members)
+        return self._call(lambda: self._shell.busy(places))
 
     def wait_idle(
         self,
         *,
         device_pages: PagesLike = (),
         host_pages: PagesLike = (),
+        members: Mapping[str, PagePair] | None = None,
         timeout: float | None = None,
     ) -> None:
-        """Block until these pages are free of traffic, whatever became of the transfers.
+        """Block until these pages are free of traffic, whatever became of the transfers. Arguments as `busy`.
 
         Raises:
             TimeoutError: Not within `timeout` seconds.
             SchedulerClosedError: The loop or the device is gone, and they never will be.
+            RequestError: A request uses them that is kept back by the `hold` this wait is in.
         """
         shell = self._shell
         shell.check_may_block("wait for idle pages")
-        device, host = shell.anchor_pages(device_pages, host_pages)
+        check_timeout(timeout)
+        places = shell.places(device_pages, host_pages, members)
         # Everything this thread posted comes first; afterwards the tables alone know.
-        self.busy(device_pages=device, host_pages=host)
+        if self._call(lambda: shell.busy(places)):
+            shell.refuse_held_pages(places)
 
         def idle() -> bool:
-            return shell.over or not shell.claimed(device, host)
+            return shell.over or not shell.busy(places)
 
         if not shell.bell.wait(idle, timeout):
             raise TimeoutError(f"pages are still busy after {timeout} s")
-        if shell.claimed(device, host):
+        if shell.busy(places):
             raise SchedulerClosedError("wait for idle pages") from shell.stuck
 
     @property
@@ -268,8 +281,7 @@ class ThreadFace:
         shell = self._shell
         shell.check_may_block("submit")
         shell.refuse_closed()
-        if timeout is not None and not timeout >= 0:
-            raise RequestError(f"timeout is {timeout!r}; it takes seconds from 0 up, or None")
+        check_timeout(timeout)
         admission = _Admission(shell, submission)
         if not shell.post(admission.start):
             raise SchedulerClosedError

@@ -48,7 +48,7 @@ EDGES: dict[str, set[str]] = {
 }
 SCHEDULER: set[str] = {
     *("flight", "transfer", "submit", "statistics", "holding", "parking", "timer", "threadface"),
-    *("scheduler", "layerwise", "opening", "blocking", "shell"),
+    *("scheduler", "layerwise", "opening", "blocking", "shell", "admission", "ride", "waits"),
 }
 """Pieces of the scheduler: they may import any inner room and each other."""
 

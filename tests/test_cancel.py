@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+
 import anyio
+import anyio.to_thread
 import pytest
 
 import offload
@@ -312,6 +315,106 @@ async def test_on_threads_a_failure_leaves_the_worker_alive() -> None:
         await load.source_reusable()
         await (await scheduler.load(host_pages=[4], device_pages=[0]))
         assert contents(device, [0]) == before
+
+
+@pytest.mark.parametrize("landed", range(-1, 4))
+@on_loops("asyncio", "trio", "uvloop")
+async def test_a_thread_that_cancels_need_not_wait_for_the_loop(landed: int) -> None:
+    """While the loop is stuck, a cancel from a thread has settled when it returns, with what had landed."""
+    hooks = Hooks()
+    gate = hooks.gate(layer=max(landed, 0))
+    async with threads_scheduler(driver=ThreadsDriver(hooks=hooks)) as (scheduler, *_):
+        load = await scheduler.load(host_pages=[3], device_pages=[0])
+        if landed >= 0:
+            await load.issued(landed)
+        seen: list[object] = []
+
+        def work() -> None:
+            load.cancel()
+            seen.extend((load.done, str(load.state), load.landed_layers))
+            for layer in range(4):
+                try:
+                    load.wait_layer(layer, timeout=5.0)
+                    seen.append("landed")
+                except offload.TransferCancelled:
+                    seen.append("cancelled")
+            with pytest.raises(offload.TransferCancelled):
+                load.result(timeout=5.0)
+            load.cancel()
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join(10.0)  # this keeps the loop from running
+        count = max(landed, 0)
+        assert seen == [True, "draining", count] + ["landed"] * count + ["cancelled"] * (4 - count)
+        gate.open()
+        with pytest.raises(offload.TransferCancelled):
+            await load
+        await scheduler.idle(device_pages=[0], host_pages=[3])
+        assert state(load) == "cancelled"
+        assert scheduler.statistics().load.cancelled == 1
+
+
+@pytest.mark.parametrize("who", range(3))
+@on_both
+async def test_a_thread_cancels_one_of_those_who_ride_together(who: int) -> None:
+    """A cancel from a thread leaves the copy to the others, whoever it is."""
+    hooks = Hooks()
+    gate = hooks.gate(layer=1)
+    async with threads_scheduler(driver=ThreadsDriver(hooks=hooks)) as (scheduler, device, host):
+        before = contents(host, [3])
+        loads = [
+            await scheduler.load(host_pages=[3], device_pages=[0], join=True) for _ in range(3)
+        ]
+        await loads[0].issued(1)
+        await anyio.to_thread.run_sync(loads[who].cancel)
+        gate.open()
+        ends = [await outcome(load) for load in loads]
+        assert ends == ["cancelled" if number == who else "done" for number in range(3)]
+        assert contents(device, [0]) == before
+        assert scheduler.statistics().load.cancelled == 1
+
+
+def taken_back(load: offload.Transfer) -> list[str]:
+    """Watch a transfer in a thread until it has settled, and a little longer; return what it took back."""
+    found, most = [], 0
+    while load._ride.verdict() is None:
+        landed = load.landed_layers
+        if landed < most:
+            found.append(f"{landed} layers after {most}")
+        most = max(most, landed)
+    verdict = load._ride.verdict()
+    for _ in range(20):
+        now, landed = load._ride.verdict(), load.landed_layers
+        if now is not verdict or landed < most:
+            found.append(f"{now}, {landed} layers after {verdict}, {most}")
+    return found
+
+
+@on_both
+async def test_an_outcome_that_was_seen_stays() -> None:
+    """However threads cancel, land and look at once: who has seen an outcome, or a layer, keeps it."""
+    async with threads_scheduler() as (scheduler, *_):
+        ends = set()
+        for number in range(60):
+            load = await scheduler.load(host_pages=[3], device_pages=[0])
+            found: list[str] = []
+
+            async def watch(load: offload.Transfer, found: list[str]) -> None:
+                found += await anyio.to_thread.run_sync(taken_back, load)
+
+            async with anyio.create_task_group() as group:
+                for _ in range(2):
+                    group.start_soon(watch, load, found)
+                if number % 2:
+                    await load.issued(number % 4)
+                await anyio.to_thread.run_sync(load.cancel)
+            assert found == []
+            ends.add(await outcome(load))
+            await scheduler.idle(device_pages=[0], host_pages=[3])
+        assert ends <= {"done", "cancelled"}
+        numbers = scheduler.statistics().load
+        assert numbers.settled == numbers.submitted == 60
 
 
 @on_both

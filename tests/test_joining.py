@@ -166,6 +166,41 @@ async def test_a_write_in_between_is_not_skipped(between: str) -> None:
         assert contents(device, [0]) == expected
 
 
+@pytest.mark.parametrize("landed", [0, 2])
+@on_both
+async def test_a_load_whose_lead_was_cancelled_is_joined_while_it_is_copied(landed: int) -> None:
+    """As long as somebody rides on a copy, others may: whoever asked for it first."""
+    async with sim_scheduler() as bed:
+        before = contents(bed.host, [3, 4])
+        lead, rider = await lead_and_riders(bed)
+        lead.cancel()
+        if landed:
+            await bed.sim.advance_to_layer(landed)
+        (late,) = await lead_and_riders(bed, 0)
+        assert (late.id, late.landed_layers) == (rider.id, landed)
+        rider.cancel()
+        await bed.sim.run_until_idle()
+        assert [state(each) for each in (lead, rider, late)] == ["cancelled", "cancelled", "done"]
+        assert bed.scheduler.statistics().load.nbytes == lead.nbytes
+        assert contents(bed.device, [0, 1]) == before
+
+
+@on_both
+async def test_a_load_that_nobody_wants_any_more_is_not_joined() -> None:
+    """When all have left, the next load of the same pages copies again."""
+    async with sim_scheduler() as bed:
+        before = contents(bed.host, [3, 4])
+        both = await lead_and_riders(bed)
+        await bed.sim.advance_to_layer(1)
+        for each in both:
+            each.cancel()
+        (late,) = await lead_and_riders(bed, 0)
+        assert late.id != both[0].id
+        await bed.sim.run_until_idle()
+        assert state(late) == "done"
+        assert contents(bed.device, [0, 1]) == before
+
+
 @on_both
 async def test_a_load_that_has_ended_is_not_joined() -> None:
     """A settled load is over: the next one copies again."""

@@ -12,6 +12,7 @@ from typing import cast
 
 import pytest
 
+from offload import waits
 from offload.core.batch import Piece
 from offload.core.events import Stop, Written
 from offload.core.hazards import HazardTable, Pages
@@ -22,7 +23,6 @@ from offload.driver.sim import SimDriver
 from offload.driver.sim_engine import Engine, SimOp, SimTicket
 from offload.flight import Flight
 from offload.testing import RaceError
-from offload.transfer import Transfer
 from tests.soak.player import SoakError
 from tests.soak.run import Outcome, play
 
@@ -107,7 +107,7 @@ def _layers_forget_whom_the_backup_follows(patch: Patch) -> None:
 
 def _no_fence(patch: Patch) -> None:
     """Compute does not wait for a layer."""
-    patch.setattr(Transfer, "fence_quietly", lambda self, index, timeout=None: 0)
+    patch.setattr(waits, "fence", lambda ride, layer, timeout=None: 0)
 
 
 def _no_marks(patch: Patch) -> None:

@@ -1,0 +1,130 @@
+"""The second half of a submit: a request takes its place in the order. On the loop's thread."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import anyio
+import numpy as np
+
+from offload.core.batch import State
+from offload.core.events import Unblock
+from offload.core.kinds import Direction
+from offload.ride import Ride
+from offload.submit import Submission
+from offload.transfer import Transfer
+
+if TYPE_CHECKING:
+    from offload.shell import Shell
+
+
+def submit_nowait(shell: Shell, submission: Submission) -> Transfer:
+    """Admit a submission, or raise `anyio.WouldBlock` where it would have to wait for room."""
+    shell.refuse_closed()
+    if not shell.line.open_for(submission.priority, submission.nbytes):
+        raise anyio.WouldBlock
+    return admit(shell, submission)
+
+
+def admit(shell: Shell, submission: Submission) -> Transfer:
+    """Give a submission its place in the order.
+
+    Raises:
+        RequestError: It could only wait for ever. Nothing was queued.
+    """
+    shell.take_inbox()
+    ride = (_join(shell, submission) if submission.join else None) or _enter(shell, submission)
+    if submission.deadline is not None and not ride.settled:
+        ride.alarm = shell.timer.call_at(submission.deadline, lambda: shell.expire(ride))
+    return Transfer(ride)
+
+
+def _enter(shell: Shell, submission: Submission) -> Ride:
+    request = submission.request(shell.machine.new_id())
+    held = submission.hold is not None and not submission.streaming
+    ride = Ride(
+        shell,
+        request,
+        submission.submitted_ns,
+        submission.tags,
+        submission.after,
+        submission.marks,
+        submission.hold if held else None,
+    )
+    if request.streaming:
+        ride.stream()
+    if request.num_pages:
+        _start(shell, ride)
+        shell.ask_for_turn()
+    else:
+        _complete(shell, ride)
+    return ride
+
+
+def _start(shell: Shell, ride: Ride) -> None:
+    """Tell the machine of a request; it may settle at once."""
+    request = ride.request
+    shell.rides[request.id] = ride
+    try:
+        commands = shell.machine.handle(request)
+    except BaseException:
+        del shell.rides[request.id]
+        raise
+    shell.counters.of(request.direction).admit()
+    shell.obey(commands)
+    if ride.hold is not None:
+        ride.hold.pieces.append(request.id)
+    for mark in ride.marks:
+        mark.watch(lambda: shell.post(lambda: shell.handle(Unblock(request.id))))
+
+
+def _complete(shell: Shell, ride: Ride) -> None:
+    """Let a request of no pages be done."""
+    counters = shell.counters.of(ride.direction)
+    counters.admit()
+    counters.withdraw()
+    ride.settle(State.DONE, None)
+    counters.settle()
+    ride.release()
+
+
+def _join(shell: Shell, submission: Submission) -> Ride | None:
+    """Ride on a running load of the same pairs that nothing has come between."""
+    first = submission.parts[0]
+    if not len(first.device_pages):
+        return None
+    table = shell.group.members[first.member].device.pages.table
+    lead = shell.rides.get(table.last_writer(int(first.device_pages[0])))
+    if lead is None or not _same_copy(lead, submission):
+        return None
+    if not shell.machine.undisturbed(lead.request) or not lead.copying():
+        return None
+    rider = Ride(
+        shell,
+        lead.request,
+        submission.submitted_ns,
+        submission.tags,
+        submission.after,
+        submission.marks,
+    )
+    lead.take(rider)
+    counters = shell.counters.of(lead.direction)
+    counters.admit()
+    counters.withdraw()
+    return rider
+
+
+def _same_copy(lead: Ride, submission: Submission) -> bool:
+    """Return whether a load moves just these pages, in the same order with compute."""
+    request = lead.request
+    if request.direction is not Direction.LOAD or lead.after != submission.after:
+        return False
+    if any(mark not in lead.marks for mark in submission.marks):
+        return False  # compute was queued between the two
+    if request.route is not submission.route or len(request.parts) != len(submission.parts):
+        return False
+    return all(
+        np.array_equal(mine.host_pages, theirs.host_pages)
+        and np.array_equal(mine.device_pages, theirs.device_pages)
+        for mine, theirs in zip(request.parts, submission.parts, strict=True)
+    )

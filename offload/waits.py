@@ -1,0 +1,130 @@
+"""Waiting for a request: in a task of the loop, or in a thread. Neither changes anything about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import anyio
+from anyio.lowlevel import checkpoint
+
+from offload.errors import RequestError, TransferFailed
+from offload.ride import RELEASED, Ride
+
+
+async def until(ride: Ride, what: int, reached: Callable[[], bool]) -> bool:
+    """Suspend until `reached()`, or until that can no longer come; return whether it suspended.
+
+    Args:
+        what: A layer, `SETTLED` or `RELEASED`.
+
+    Raises:
+        RequestError: The caller is not on the scheduler's loop, or keeps the request back himself.
+    """
+    shell = ride.shell
+    shell.home.check("await", "wait_layer, wait_issued, wait_source_reusable or result")
+    await checkpoint()
+    suspended = False
+    while not reached() and (what == RELEASED or not ride.over()):
+        shell.refuse_held(ride)
+        suspended = True
+        waiter = (what, anyio.Event())
+        ride.enter(waiter)
+        try:
+            if reached():  # what flights published before they knew of the waiter
+                break
+            await waiter[1].wait()
+        finally:
+            ride.leave(waiter)
+    return suspended
+
+
+def block(
+    ride: Ride,
+    reached: Callable[[], bool],
+    what: str,
+    timeout: float | None,
+    *,
+    whatever: bool = False,
+) -> None:
+    """Block this thread until `reached()`; raise when it is over before, unless `whatever`.
+
+    Raises:
+        TransferFailed: It failed or was cancelled, or its loop or its device are gone.
+        TimeoutError: Not within `timeout` seconds.
+        RequestError: This is the loop's own thread, or the one that keeps the request back.
+    """
+    if reached():
+        return
+    if not whatever:
+        ride.raise_if_over()
+    shell = ride.shell
+    shell.check_may_block(f"wait for {what}")
+    check_timeout(timeout)
+    shell.refuse_held(ride)
+
+    def arrived() -> bool:
+        return reached() or (not whatever and ride.over()) or shell.over
+
+    if not shell.bell.wait(arrived, timeout):
+        raise TimeoutError(f"{ride!r}: {timeout} s passed while waiting for {what}")
+    if not reached():
+        ride.raise_if_over()
+        raise TransferFailed(
+            ride.name,
+            cause=shell.stuck or RuntimeError("the event loop of its scheduler has ended"),
+        )
+
+
+def for_layer(ride: Ride, layer: int, timeout: float | None = None) -> int:
+    """Block this thread until a layer has landed; return when a wait that blocked began, in ns, else 0."""
+    if ride.landed(layer):
+        return 0
+    ride.follow_layers()
+    start = ride.shell.driver.now_ns()
+    block(ride, lambda: ride.landed(layer), f"layer {layer} to land", timeout)
+    return start
+
+
+def fence(ride: Ride, layer: int, timeout: float | None = None) -> int:
+    """Order this thread's compute stream after a layer; where compute is the thread, wait for it.
+
+    Returns:
+        When a wait that blocked began, in ns, else 0.
+
+    Raises:
+        RequestError: The stream is capturing a graph; and as `block` does.
+        TransferFailed: It is known to have failed or to have been cancelled.
+    """
+    driver = ride.shell.driver
+    if not driver.fences:
+        return for_layer(ride, layer, timeout)
+    if driver.capturing():
+        raise RequestError(
+            "fence was called on a stream that captures a graph, and a wait made now would be "
+            "lost or would break the capture. Fence just before the replay."
+        )
+    ride.follow_layers()
+    while not ride.landed(layer):
+        block(ride, lambda: ride.issued(layer), f"layer {layer} to be issued", timeout)
+        flight = ride.flight_of(layer)
+        event = None if flight is None else flight.fence(ride.request.id, layer)
+        if event is not None:
+            driver.compute_stream().wait(event)
+            break
+    return 0
+
+
+def check_timeout(timeout: float | None) -> None:
+    """Raise unless this is a number of seconds from 0 up, or None.
+
+    Raises:
+        RequestError: It is not.
+    """
+    try:
+        good = timeout is None or timeout >= 0
+    except TypeError:
+        good = False
+    if not good:
+        raise RequestError(
+            f"timeout is {timeout!r}; it takes seconds from 0 up, or None", value=timeout
+        )
