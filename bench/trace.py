@@ -2,7 +2,8 @@
 
 A record is one layer copy, one request, or one wait that suspended; the clock stamps are the caller's. A batch
 is 8 requests x 32 layers: one plan, 32 layer copies, 8 requests. Its whole life runs on the threads driver with
-64 KiB per layer and request, tracer on and off in turns, each on the same two pairs of pools.
+64 KiB per layer and request: one scheduler with a tracer and two without take turns, and the two without say how
+much of a ratio is noise.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import statistics
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import attrs
 import torch
 
 import offload
@@ -26,7 +28,8 @@ SPEC = offload.PoolSpec.mha(
 )
 """A page of a layer is 32 KiB of keys and as much of values."""
 
-NEIGHBOURS = 10
+SIDES, NEIGHBOURS = 3, 9
+"""Schedulers side by side, and turns of each in a group: a multiple of the other, so that each begins equally often."""
 
 Pools = tuple[offload.DevicePool, offload.HostPool]
 
@@ -99,37 +102,53 @@ def life(scheduler: offload.BlockingScheduler) -> float:
     return time.perf_counter() - start
 
 
-def on_off(groups: int) -> tuple[float, float]:
-    """Return the median ratio of lives with a tracer and without, and the median life.
+@attrs.frozen
+class OnOff:
+    """Lives with a tracer beside lives without."""
 
-    Taken in turns; of each group of neighbours the fastest counts, which is the one nobody interrupted.
+    ratio: float
+    """With / without."""
+    control: float
+    """Without / without: how far from 1 noise alone brings a ratio."""
+    life: float
+    """Seconds of one without."""
+
+
+def on_off(groups: int) -> OnOff:
+    """Measure lives of one scheduler with a tracer and of two without, each on pools of its own.
+
+    They take turns, so that all meet the same machine, and begin them in turns. Of a group of neighbours the
+    fastest of each counts, which is the one that nobody interrupted; of the groups' ratios the median. The three
+    change pools until each has had all of them, because where memory lies costs more than a tracer.
     """
-    ratios: list[float] = []
-    times: list[float] = []
-    pools = [_pools(), _pools()]
-    for traced in (0, 1):
+    pools = [_pools() for _ in range(SIDES)]
+    fastest: list[list[float]] = []
+    for first in range(SIDES):
         with contextlib.ExitStack() as stack:
-            on, off = (
-                stack.enter_context(offload.start_scheduler(*pools[which], tracer=tracer))
-                for which, tracer in ((traced, offload.Tracer()), (1 - traced, None))
-            )
-            for _ in range(groups):
-                pairs = [_pair(on, off, number) for number in range(NEIGHBOURS)]
-                fastest_on, fastest_off = (min(times) for times in zip(*pairs, strict=True))
-                ratios.append(fastest_on / fastest_off)
-                times.append(fastest_off)
-    return statistics.median(ratios), statistics.median(times)
+            sides = [
+                stack.enter_context(
+                    offload.start_scheduler(*pools[(first + side) % SIDES], tracer=tracer)
+                )
+                for side, tracer in enumerate((offload.Tracer(), None, None))
+            ]
+            for side in sides:
+                life(side)
+            fastest += [_group(sides) for _ in range(groups)]
+    return OnOff(
+        statistics.median(2 * on / (off + other) for on, off, other in fastest),
+        statistics.median(off / other for _, off, other in fastest),
+        statistics.median(off for _, off, _ in fastest),
+    )
 
 
-def _pair(
-    on: offload.BlockingScheduler, off: offload.BlockingScheduler, number: int
-) -> tuple[float, float]:
-    """Return the seconds with and without, measured one right after the other, in either order."""
-    if number % 2:
-        with_tracer = life(on)
-        return with_tracer, life(off)
-    without = life(off)
-    return life(on), without
+def _group(sides: Sequence[offload.BlockingScheduler]) -> list[float]:
+    """Return the seconds of the fastest life of each of several turns."""
+    fastest = [float("inf")] * len(sides)
+    for turn in range(NEIGHBOURS):
+        for place in range(len(sides)):
+            side = (turn + place) % len(sides)
+            fastest[side] = min(fastest[side], life(sides[side]))
+    return fastest
 
 
 def _pools() -> Pools:
@@ -193,15 +212,16 @@ def main() -> None:
     given = options(__doc__)
     torch.set_num_threads(1)
     count = 10_000 if given.quick else 100_000
-    ratio, lived = on_off(3 if given.quick else 25)
+    lives = on_off(2 if given.quick else 25)
     packed_s, packed_mb = export_s(".json.gz", 1 if given.quick else 3)
     plain_s, plain_mb = export_s(".json", 1 if given.quick else 3)
     figures = {
         "record_ns": record_ns(count),
         "off_ns": off_ns(count),
         "batch_us_8x32": batch_us(200 if given.quick else 2000),
-        "on_off_ratio": ratio,
-        "life_ms": lived * 1e3,
+        "on_off_ratio": lives.ratio,
+        "off_off_ratio": lives.control,
+        "life_ms": lives.life * 1e3,
         "export_65536_s": packed_s,
         "export_65536_plain_s": plain_s,
         "file_gz_mb": packed_mb,
