@@ -161,8 +161,8 @@ class Flight:
         layer = self._next
         if layer >= self.limit or self._copies is None:
             return None
-        if self.tracer is not None:
-            self._handed_ns = self.clock()
+        tracer = self.tracer
+        self._handed_ns = self.clock() if tracer is not None and tracer.active else 0
         if self.route.spans and self._together():
             end = self._next = self._copies.reach(layer, self.limit)
             return end - 1, self._copies.span(layer, end)
@@ -175,7 +175,8 @@ class Flight:
 
     def issued(self, layer: int, event: Event) -> None:
         """Publish that a layer has been enqueued, and those before it that went as one with it."""
-        if self.tracer is not None:
+        tracer = self.tracer
+        if tracer is not None and tracer.active and self._handed_ns:
             self._issue_ns[layer] = (self._handed_ns, self.clock())
         self.events[layer] = event
         for each in range(self.issued_layers, layer):
