@@ -90,11 +90,11 @@ def _complete(shell: Shell, ride: Ride) -> None:
 
 def _join(shell: Shell, submission: Submission) -> Ride | None:
     """Ride on a running load of the same pairs that nothing has come between."""
-    first = submission.parts[0]
-    if not len(first.device_pages):
+    member, _, device_pages = submission.parts[0]
+    if not len(device_pages):
         return None
-    table = shell.group.members[first.member].device.pages.table
-    lead = shell.rides.get(table.last_writer(int(first.device_pages[0])))
+    table = shell.group.members[member].device.pages.table
+    lead = shell.rides.get(table.last_writer(int(device_pages[0])))
     if lead is None or not _same_copy(lead, submission):
         return None
     if not shell.machine.undisturbed(lead.request) or not lead.copying():
@@ -124,7 +124,6 @@ def _same_copy(lead: Ride, submission: Submission) -> bool:
     if request.route is not submission.route or len(request.parts) != len(submission.parts):
         return False
     return all(
-        np.array_equal(mine.host_pages, theirs.host_pages)
-        and np.array_equal(mine.device_pages, theirs.device_pages)
+        np.array_equal(mine[1], theirs[1]) and np.array_equal(mine[2], theirs[2])
         for mine, theirs in zip(request.parts, submission.parts, strict=True)
     )

@@ -181,7 +181,7 @@ class PoolGroup:
     def nbytes(self, parts: Sequence[Part]) -> int:
         """Return the bytes that these page pairs move over all layers."""
         each = self._page_bytes
-        return sum(len(part.host_pages) * each[part.member] for part in parts)
+        return sum(len(hosts) * each[member] for member, hosts, _ in parts)
 
     def places(
         self,

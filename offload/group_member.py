@@ -57,7 +57,7 @@ class Member:
         if len(host) > 1:
             target, source = (device, host) if load else (host, device)
             self._check_distinct(target, source, load=load)
-        return Part(self.index, host, device)
+        return self.index, host, device
 
     def share(self, part: Part) -> Part:
         """Return another member's checked page pairs as this one's: the very same arrays.
@@ -67,13 +67,14 @@ class Member:
         Raises:
             RequestError: This pool is smaller, and has no such page.
         """
+        _, hosts, devices = part
         for what, pages, bound in (
-            ("host page", part.host_pages, self.host.num_pages),
-            ("device page", part.device_pages, self.device.num_pages),
+            ("host page", hosts, self.host.num_pages),
+            ("device page", devices, self.device.num_pages),
         ):
             if len(pages) and int(pages.max()) >= bound:
                 as_pages(pages, bound, what=f"{self.name} {what}")
-        return Part(self.index, part.host_pages, part.device_pages)
+        return self.index, hosts, devices
 
     def holds(self, other: Member) -> bool:
         """Return whether every page that another member can name is one of this member's too."""

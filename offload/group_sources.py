@@ -42,10 +42,8 @@ class PageSource:
         lead = self.lead
         if self.taken is not None:
             assert not isinstance(lead.rule, str)
-            before = made[self.taken.position]
-            return lead.check(
-                lead.rule(before.host_pages), lead.rule(before.device_pages), load=load
-            )
+            _, hosts, devices = made[self.taken.position]
+            return lead.check(lead.rule(hosts), lead.rule(devices), load=load)
         pair = named.get(lead.name)
         if pair is None:
             raise RequestError(
@@ -58,7 +56,7 @@ class PageSource:
         """Put page pairs at the places of all members that share them."""
         parts[self.lead.index] = part
         for member in self.sharers:
-            parts[member.index] = Part(member.index, part.host_pages, part.device_pages)
+            parts[member.index] = (member.index, *part[1:])
         for member in self.smaller:
             parts[member.index] = member.share(part)
 

@@ -190,10 +190,8 @@ class Shell:
 
     def _uses(self, piece: Piece, places: Places) -> bool:
         """Return whether a request has claimed any of these pages."""
-        for part in piece.request.parts:
-            for table, pages in zip(
-                self.machine.tables[part.member], (part.host_pages, part.device_pages), strict=True
-            ):
+        for member, *sides in piece.request.parts:
+            for table, pages in zip(self.machine.tables[member], sides, strict=True):
                 if any(other is table and np.isin(wanted, pages).any() for other, wanted in places):
                     return True
         return False

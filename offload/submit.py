@@ -128,7 +128,7 @@ class Desk:
             parts,
             route,
             self.group.nbytes(parts),
-            len(parts[0].host_pages) if len(parts) == 1 else sum(len(p.host_pages) for p in parts),
+            len(parts[0][1]) if len(parts) == 1 else sum(len(hosts) for _, hosts, _ in parts),
             priority,
             when,
             None if deadline is None or math.isinf(deadline) else deadline,

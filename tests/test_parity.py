@@ -229,7 +229,7 @@ def test_drafts_travel_with_their_targets(mode: str) -> None:
         parts = made.parts(Direction.LOAD, [0, 2, 4], [4, 1, 2])
         for seed, member in enumerate(made.members):
             oracle.fill(member.device, seed)
-        moved = {made.members[part.member].name: part.device_pages.tolist() for part in parts}
+        moved = {made.members[member].name: pages.tolist() for member, _, pages in parts}
         wanted = [contents(member.device, moved[member.name]) for member in made.members]
         async with offload.open_scheduler(made) as scheduler:
             await (await scheduler.backup(device_pages=[4, 1, 2], host_pages=[0, 2, 4]))

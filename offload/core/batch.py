@@ -88,9 +88,6 @@ class Piece:
     waiting: bool = True
     """Not in a queue: something it follows, or a blocker, holds it back."""
 
-    queue: Hashable = None
-    """The key of the heap that holds it."""
-
     finished: bool = False
     """Its claims are released."""
 
@@ -189,34 +186,31 @@ class Batch:
 
 @attrs.define(eq=False)
 class Queue:
-    """The pieces of one direction that may be issued now."""
+    """The pieces of one direction that may be issued now.
 
-    _heaps: dict[Hashable, list[tuple[float, int, Piece]]] = attrs.field(factory=dict)
+    Heaps hold (due, id) and no piece, as garbage collections look at every tuple that refers to an
+    object: a hundred thousand of them would cost 15 ms.
+    """
+
+    _heaps: dict[Hashable, list[tuple[float, int]]] = attrs.field(factory=dict)
+    _pieces: dict[int, Piece] = attrs.field(factory=dict)
+    """Those in heaps, by id."""
 
     def push(self, piece: Piece) -> None:
         """Add a piece; it keeps its place by `due` and then by submission."""
         piece.waiting = False
         alone = piece.alone or piece.follows
-        piece.queue = key = piece.id if alone else (piece.request.route, piece.first, piece.last)
+        key = piece.id if alone else (piece.request.route, piece.first, piece.last)
         heap = self._heaps.get(key)
         if heap is None:
             heap = self._heaps[key] = []
-        heappush(heap, (piece.request.due, piece.id, piece))
+        heappush(heap, (piece.request.due, piece.id))
+        self._pieces[piece.id] = piece
 
     def head(self) -> Piece | None:
         """Return the most urgent piece, dropping those that were cancelled meanwhile."""
-        if not self._heaps:
-            return None
-        best: tuple[float, int, Piece] | None = None
-        for key in list(self._heaps):
-            heap = self._heaps[key]
-            while heap and not queued(heap[0][2]):
-                heappop(heap)
-            if not heap:
-                del self._heaps[key]
-            elif best is None or heap[0] < best:
-                best = heap[0]
-        return best[2] if best else None
+        key = self._most_urgent() if self._heaps else None
+        return None if key is None else self._pieces[self._heaps[key][0][1]]
 
     def take(self, nbytes: int, ops: int, requests: int | None) -> list[Piece]:
         """Pop the most urgent piece and those that may share its batch.
@@ -224,22 +218,36 @@ class Queue:
         Args:
             nbytes, ops, requests: Budgets. One piece goes even if it is over them; None is unbounded.
         """
-        head = self.head()
-        if head is None:
-            return []
-        heap = self._heaps[head.queue]
         taken: list[Piece] = []
+        key = self._most_urgent()
+        heap = [] if key is None else self._heaps[key]
         while heap:
-            piece = heap[0][2]
+            piece = self._pieces[heap[0][1]]
             if queued(piece):
                 nbytes -= share(piece)
                 ops -= piece.request.num_pages
                 if taken and (nbytes < 0 or ops < 0 or len(taken) == requests):
                     return taken
                 taken.append(piece)
-            heappop(heap)
-        del self._heaps[head.queue]
+            self._pop(heap)
+        self._heaps.pop(key, None)
         return taken
+
+    def _most_urgent(self) -> Hashable:
+        """Return the key of the heap with the most urgent piece; None when nothing is queued."""
+        best: tuple[float, int] | None = None
+        found: Hashable = None
+        for key, heap in list(self._heaps.items()):
+            while heap and not queued(self._pieces[heap[0][1]]):
+                self._pop(heap)
+            if not heap:
+                del self._heaps[key]
+            elif best is None or heap[0] < best:
+                best, found = heap[0], key
+        return found
+
+    def _pop(self, heap: list[tuple[float, int]]) -> None:
+        del self._pieces[heappop(heap)[1]]
 
 
 def queued(piece: Piece) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 from offload.core.batch import Piece
 from offload.core.hazards import HazardTable
 from offload.core.kinds import Direction
-from offload.core.request import Pages, Part, Request
+from offload.core.request import Pages, Request
 from offload.errors import TransferFailed
 
 
@@ -33,14 +33,14 @@ class Claims:
         load = request.direction is Direction.LOAD
         follow: list[int] = []
         sources: list[int] = []
-        for part in request.parts:
-            host, device = self.tables[part.member]
+        for member, host_pages, device_pages in request.parts:
+            host, device = self.tables[member]
             if piece.parent is None:
-                found = host.claim(number, part.host_pages, write=not load)
+                found = host.claim(number, host_pages, write=not load)
                 if found:
                     (sources if load else follow).extend(found)
             if not request.streaming or piece.parent is not None:
-                found = device.claim(number, part.device_pages, write=load)
+                found = device.claim(number, device_pages, write=load)
                 if found:
                     (follow if load else sources).extend(found)
         return follow, sources
@@ -49,36 +49,36 @@ class Claims:
         """Take back what a piece claimed."""
         request, number = piece.request, piece.id
         load = request.direction is Direction.LOAD
-        for part in request.parts:
-            host, device = self.tables[part.member]
+        for member, host_pages, device_pages in request.parts:
+            host, device = self.tables[member]
             if piece.parent is None:
-                host.release(number, part.host_pages, write=not load)
+                host.release(number, host_pages, write=not load)
             if piece.stream is None:
-                device.release(number, part.device_pages, write=load)
+                device.release(number, device_pages, write=load)
 
     def ahead_of(self, load: Request) -> set[int]:
         """Return whom a load would have to follow."""
         ids: set[int] = set()
-        for part in load.parts:
-            host, device = self.tables[part.member]
-            ids.update(host.peek(part.host_pages, write=False))
-            ids.update(device.peek(part.device_pages, write=True))
+        for member, host_pages, device_pages in load.parts:
+            host, device = self.tables[member]
+            ids.update(host.peek(host_pages, write=False))
+            ids.update(device.peek(device_pages, write=True))
         return ids
 
     def ahead_of_layers(self, stream: Piece) -> set[int]:
         """Return the loads that layers of a streaming backup will follow if they are written now."""
         ids: set[int] = set()
-        for part in stream.request.parts:
-            ids.update(self.tables[part.member][1].peek(part.device_pages, write=False))
+        for member, _, device_pages in stream.request.parts:
+            ids.update(self.tables[member][1].peek(device_pages, write=False))
         return ids
 
     def undisturbed(self, load: Request) -> bool:
         """Return whether nobody has claimed a load's pages for writing since it was submitted."""
-        for part in load.parts:
-            host, device = self.tables[part.member]
-            if host.written_since(load.id, part.host_pages):
+        for member, host_pages, device_pages in load.parts:
+            host, device = self.tables[member]
+            if host.written_since(load.id, host_pages):
                 return False
-            if not device.last_writer_is(load.id, part.device_pages):
+            if not device.last_writer_is(load.id, device_pages):
                 return False
         return True
 
@@ -86,25 +86,25 @@ class Claims:
 
     def tear(self, backup: Piece, why: str) -> None:
         """Note that a backup has left its host pages half written."""
-        for part in backup.request.parts:
-            self.tables[part.member][0].torn.tear(part.host_pages, backup.id, why)
+        for member, host_pages, _ in backup.request.parts:
+            self.tables[member][0].torn.tear(host_pages, backup.id, why)
 
     def mend(self, backup: Piece) -> None:
         """Note that a backup has written its host pages whole."""
-        for part in backup.request.parts:
-            torn = self.tables[part.member][0].torn
+        for member, host_pages, _ in backup.request.parts:
+            torn = self.tables[member][0].torn
             if torn:
-                torn.mend(part.host_pages)
+                torn.mend(host_pages)
 
     def torn(self, load: Piece) -> TransferFailed | None:
         """Return why a load must not read its host pages, or None.
 
         A torn page is no reason while the load follows somebody who may yet write it.
         """
-        for part in load.request.parts:
-            torn = self.tables[part.member][0].torn
+        for member, host_pages, _ in load.request.parts:
+            torn = self.tables[member][0].torn
             if torn:
-                found = torn.first(_unwritten(load, part))
+                found = torn.first(_unwritten(load, member, host_pages))
                 if found is not None:
                     page, number, why = found
                     return TransferFailed.source(
@@ -114,14 +114,13 @@ class Claims:
         return None
 
 
-def _unwritten(load: Piece, part: Part) -> Pages:
-    """Return the host pages of a member that nobody whom the load follows is to write."""
+def _unwritten(load: Piece, member: int, pages: Pages) -> Pages:
+    """Return those of a member's host pages that nobody whom the load follows is to write."""
     written = [
-        theirs.host_pages
+        theirs
         for ahead in load.follows
         if ahead.request.direction is Direction.BACKUP and ahead.parent is None
-        for theirs in ahead.request.parts
-        if theirs.member == part.member
+        for other, theirs, _ in ahead.request.parts
+        if other == member
     ]
-    pages = part.host_pages
     return pages[~np.isin(pages, np.concatenate(written))] if written else pages

@@ -18,10 +18,10 @@ def refuse_endless_wait(load: Request, pieces: Mapping[int, Piece], claims: Clai
     """
     ahead = {pieces[number] for number in claims.ahead_of(load)}
     for stream in _awaited(ahead, pieces, claims):
-        for mine in load.parts:
-            for theirs in stream.request.parts:
-                if mine.member == theirs.member:
-                    _refuse_shared(mine.device_pages, theirs.device_pages, stream)
+        for member, _, mine in load.parts:
+            for other, _, theirs in stream.request.parts:
+                if member == other:
+                    _refuse_shared(mine, theirs, stream)
 
 
 def _awaited(ahead: set[Piece], pieces: Mapping[int, Piece], claims: Claims) -> list[Piece]:

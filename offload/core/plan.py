@@ -155,7 +155,7 @@ def plan_copy(
     members: dict[int, list[Part]] = {}
     for request in requests:
         for part in request.parts:
-            members.setdefault(part.member, []).append(part)
+            members.setdefault(part[0], []).append(part)
     if len(members) == 1:  # a single pair of pools, most often
         ((member, theirs),) = members.items()
         only = PartPlan(member, coalesce(*_joined(direction, theirs), scratch))
@@ -163,7 +163,7 @@ def plan_copy(
     planned: dict[tuple[int, ...], Runs] = {}
     parts: list[PartPlan] = []
     for member, theirs in members.items():
-        rule = tuple(id(pages) for part in theirs for pages in (part.host_pages, part.device_pages))
+        rule = tuple(id(pages) for part in theirs for pages in part[1:])
         runs = planned.get(rule)
         if runs is None:
             runs = planned[rule] = coalesce(*_joined(direction, theirs), scratch)
@@ -173,10 +173,10 @@ def plan_copy(
 
 def _joined(direction: Direction, parts: list[Part]) -> tuple[Pages, Pages]:
     if len(parts) == 1:
-        host, device = parts[0].host_pages, parts[0].device_pages
+        _, host, device = parts[0]
     else:
-        host = np.concatenate([part.host_pages for part in parts])
-        device = np.concatenate([part.device_pages for part in parts])
+        host = np.concatenate([host for _, host, _ in parts])
+        device = np.concatenate([device for _, _, device in parts])
     return (host, device) if direction is Direction.LOAD else (device, host)
 
 

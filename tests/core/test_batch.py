@@ -11,7 +11,7 @@ import pytest
 
 from offload.core.batch import Piece, Queue, State, StreamState, share
 from offload.core.kinds import Direction
-from offload.core.request import PATIENCE, Part, Request, due
+from offload.core.request import PATIENCE, Request, due
 
 BYTES = 30
 MANY = 1 << 60
@@ -28,7 +28,7 @@ def piece(
     """Return a piece that follows nobody."""
     ids = np.arange(pages)
     request = Request(
-        number, Direction.LOAD, (Part(0, ids, ids),), route, BYTES * pages, pages, urgency
+        number, Direction.LOAD, ((0, ids, ids),), route, BYTES * pages, pages, urgency
     )
     return Piece(number, request, *layers, 0)
 

@@ -32,7 +32,7 @@ from offload.core.events import (
 from offload.core.hazards import HazardTable
 from offload.core.kinds import Direction
 from offload.core.machine import MAX_FLIGHTS, TRANSITIONS, Machine
-from offload.core.request import PATIENCE, Part, Request, due
+from offload.core.request import PATIENCE, Request, due
 from offload.errors import InvalidTransitionError, RequestError
 
 LAYERS = 3
@@ -104,7 +104,7 @@ class Rig:
         route: str = "r",
     ) -> Request:
         """Return a request with the next id."""
-        part = Part(0, np.array(host, np.int64), np.array(device, np.int64))
+        part = (0, np.array(host, np.int64), np.array(device, np.int64))
         return Request(
             id=self.machine.new_id(),
             direction=direction,

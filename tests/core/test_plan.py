@@ -91,7 +91,7 @@ def test_page_ids_up_to_the_bound_are_exact() -> None:
 
 def request(number: int, *parts: Part) -> Request:
     """Return a request of so many parts."""
-    pages = sum(len(part.host_pages) for part in parts)
+    pages = sum(len(hosts) for _, hosts, _ in parts)
     return Request(number, Direction.LOAD, parts, "route", 0, pages, 0.0)
 
 
@@ -99,10 +99,10 @@ def test_members_that_share_their_pages_are_planned_once() -> None:
     """A group of 40 members under two page rules is planned twice, whatever the number of requests."""
     host, device = columns([(3, 1), (4, 2)])
     other_host, other_device = columns([(7, 0)])
-    own = Part(39, other_host, other_device)
-    one = request(1, *(Part(member, host, device) for member in range(39)), own)
+    own = (39, other_host, other_device)
+    one = request(1, *((member, host, device) for member in range(39)), own)
     more_host, more_device = columns([(5, 3)])
-    two = request(2, *(Part(member, more_host, more_device) for member in range(39)))
+    two = request(2, *((member, more_host, more_device) for member in range(39)))
     plan = plan_copy(Direction.LOAD, [one, two])
     assert plan.rules == 2
     assert [part.member for part in plan.parts] == list(range(40))
@@ -116,7 +116,7 @@ def test_members_that_share_their_pages_are_planned_once() -> None:
 def test_a_backup_runs_from_device_to_host() -> None:
     """The direction decides which pages are the source."""
     host, device = columns([(3, 1), (4, 2)])
-    plan = plan_copy(Direction.BACKUP, [request(1, Part(0, host, device))])
+    plan = plan_copy(Direction.BACKUP, [request(1, (0, host, device))])
     assert expand(plan.parts[0].runs) == [(1, 3), (2, 4)]
 
 
