@@ -333,23 +333,27 @@ from pathlib import Path
 import anyio
 import offload
 from offload.testing import Hooks, ThreadsDriver
-from tests.sched import pools
+from tests.sched import contents, pools
 """
 
 FORKS = """
 where, names = sys.argv[1], sys.argv[2:]
+children = {}
 for name in names:
     child = os.fork()
     if child:
-        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        Path(where, f"{name}.code").write_text(str(code))
+        children[name] = child
         continue
-    signal.alarm(20)
+    children.clear()
+    signal.alarm(40)
     os.dup2(os.open(f"{where}/{name}.stderr", os.O_WRONLY | os.O_CREAT), 2)
     device, host = pools()
     hooks = Hooks()
     exec(Path(where, f"{name}.py").read_text())
     break  # off the end of the program, as programs end
+for name, child in children.items():
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    Path(where, f"{name}.code").write_text(str(code))
 """
 
 
@@ -439,6 +443,53 @@ EXITS = {
         thread.join()
         loop.close()
     """,
+    "forked on the loop's thread": """
+        warnings.simplefilter("ignore", DeprecationWarning)
+        gate = hooks.gate(layer=1, nth=2)
+        before = pools()[1]
+
+        async def main():
+            made = offload.open_scheduler(device, host, driver=ThreadsDriver(hooks=hooks))
+            async with made as scheduler:
+                await (await scheduler.load(host_pages=[0], device_pages=[0]))
+                load = await scheduler.load(host_pages=[0], device_pages=[1])
+                await load.layer(0)
+                locked, free = threading.Event(), threading.Event()
+
+                def hold_the_lock():
+                    with device.pages.table.mutex:
+                        locked.set()
+                        free.wait()
+
+                holder = threading.Thread(target=hold_the_lock)
+                holder.start()
+                locked.wait()
+                child = os.fork()
+                if child == 0:
+                    signal.alarm(10)
+                    for call in (scheduler.load_nowait, scheduler.backup_nowait):
+                        try:
+                            call(host_pages=[3], device_pages=[3])
+                        except offload.RequestError as error:
+                            assert "forked" in str(error), error
+                        else:
+                            os._exit(7)
+                    assert load.state == "issued"
+                    assert scheduler.busy(device_pages=[1])
+                    scheduler.statistics()
+                    await scheduler.aclose()
+                    await scheduler.__aexit__(None, None, None)
+                    os._exit(3)  # its loop shares the parent's epoll instance, and must not be closed
+                free.set()
+                holder.join()
+                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+                gate.open()
+                await load
+                assert contents(device, [1]) == contents(before, [0])
+                assert not scheduler.busy(device_pages=[0, 1], host_pages=[0])
+
+        asyncio.run(main())
+    """,
     "exit inside the block": """
         async def main():
             async with offload.open_scheduler(device, host) as scheduler:
@@ -491,6 +542,7 @@ EXITS = {
         assert os.waitpid(child, 0)[1] == 0
         gate.open()
         load.result(timeout=5.0)
+        assert contents(device, [1]) == contents(host, [0])
         scheduler.close()
     """,
 }

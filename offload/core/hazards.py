@@ -180,8 +180,10 @@ class HazardTable:
             return held
 
     def busy(self, pages: Pages) -> bool:
-        """Return whether somebody holds any of `pages`."""
-        return bool(self.locked(pages).any())
+        """Return whether somebody holds any of `pages`. Takes no lock: it may be asked in a forked child."""
+        pins = self._pins
+        held = bool(np.count_nonzero(self._counter[pages]))
+        return held or (pins is not None and bool(np.count_nonzero(pins[pages])))
 
     def _before_read(self, holder: int, pages: Pages, before: Pages) -> Sequence[int]:
         shared = pages[(before & _READERS) != 0]
