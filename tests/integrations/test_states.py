@@ -9,8 +9,10 @@ import torch
 import offload
 from offload.driver.hooks import Hooks
 from offload.driver.threads import ThreadsDriver
-from offload.integrations.transformers import Session
-from tests.integrations.tiny import Rig, forward, ids, model, rig
+from offload.integrations.transformers import Kept, PagedCache, Session, SessionPools, Sessions
+from offload.integrations.transformers.kept import Attention, KeptLayer, StatePart
+from offload.integrations.transformers.plan import MemberPlan, plans
+from tests.integrations.tiny import Rig, forward, ids, model, poison, rig
 from tests.integrations.turns import (
     PREFIX,
     STATEFUL,
@@ -207,6 +209,75 @@ def test_a_reset_session_is_a_new_one(name: str) -> None:
             assert same_bits(await continued(r, session), expected(name, torch.float32))
 
     anyio.run(body)
+
+
+CONV = tuple(StatePart("conv", number, (3, 4), torch.bfloat16) for number in range(2))
+WIDE = (
+    StatePart("conv", 0, (5, 4), torch.float32),
+    StatePart("recurrent", 0, (2, 3), torch.float64),
+)
+MADE_UP = {
+    "states": Kept("made_up", torch.device("cpu"), (KeptLayer(state=CONV), KeptLayer(state=WIDE))),
+    "states and tokens": Kept(
+        "made_up",
+        torch.device("cpu"),
+        (
+            KeptLayer(state=WIDE),
+            KeptLayer(attention=Attention(1, 2, 2, torch.float32, latent=False)),
+            KeptLayer(),
+            KeptLayer(state=CONV),
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MADE_UP)
+def test_states_of_several_sizes_go_by_one_slot(name: str) -> None:
+    """Layers whose states differ stand in members of their own, which share a session's one slot."""
+    kept = MADE_UP[name]
+    pools = SessionPools(kept, **{name: pair(plan) for name, plan in plans(kept, 4).items()})
+
+    def write(cache: PagedCache, value: float) -> None:
+        for index in kept.keeping:
+            layer = kept.layers[index]
+            if layer.attention is not None:
+                tokens = torch.full((1, 1, 3, 2), value)
+                cache.update(tokens, tokens, index)
+            for part in layer.state or ():
+                state = torch.full((1, *part.shape), value, dtype=part.dtype)
+                getattr(cache, f"update_{part.role}_state")(state, index, part.number)
+
+    def holds(cache: PagedCache, value: float) -> bool:
+        seen: list[torch.Tensor] = []
+        for index in kept.keeping:
+            cache.residency.reach(index)
+            seen += [
+                getattr(cache, f"get_{part.role}_state")(index, part.number)
+                for part in kept.layers[index].state or ()
+            ]
+        return all(bool((state == value).all()) for state in seen)
+
+    async def body() -> None:
+        async with offload.open_scheduler(pools) as scheduler:
+            sessions = [Sessions(scheduler).open(max_tokens=8) for _ in range(2)]
+            for value, session in zip((1.0, 2.0), sessions, strict=True):
+                with session.use() as cache, torch.inference_mode():
+                    write(cache, value)
+                await session.evict()
+            for member in pools.members:
+                poison(member.device)
+            for value, session in zip((2.0, 1.0), reversed(sessions), strict=True):
+                await (await session.load())
+                with session.use() as cache, torch.inference_mode():
+                    assert holds(cache, value)
+
+    anyio.run(body)
+
+
+def pair(plan: MemberPlan) -> tuple[offload.DevicePool, offload.HostPool]:
+    """Return small pools for a member."""
+    device = offload.DevicePool.allocate(plan.spec, num_pages=5)
+    return device, offload.HostPool.like(device, num_pages=6)
 
 
 # Forwards that stop ----------------------------------------------------------------------------------

@@ -300,15 +300,20 @@ def _check_like(
     what: str, slot: torch.Tensor, states: torch.Tensor, *, dims: Sequence[int], dtype: bool = True
 ) -> None:
     """Refuse states that the pool does not hold: sizes in `dims`, dtype and device, all at once."""
-    same = states.dim() == slot.dim() and all(states.shape[dim] == slot.shape[dim] for dim in dims)
+    same = all(dim < states.dim() and states.shape[dim] == slot.shape[dim] for dim in dims)
     if same and states.device == slot.device and (not dtype or states.dtype == slot.dtype):
         return
-    facts = [
+    expected, got = (
         {
             "sizes": [tensor.shape[dim] for dim in dims if dim < tensor.dim()],
             "dtype": tensor.dtype if dtype else "any",
             "device": tensor.device,
         }
         for tensor in (slot, states)
-    ]
-    raise GeometryError(what, expected=facts[0], got=facts[1])
+    )
+    differ = [fact for fact in expected if expected[fact] != got[fact]]
+    raise GeometryError(
+        what,
+        expected={fact: expected[fact] for fact in differ},
+        got={fact: got[fact] for fact in differ},
+    )

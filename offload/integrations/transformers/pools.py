@@ -26,6 +26,20 @@ from offload.integrations.transformers.slots import Slots, pool_slots
 NO_PAGES = np.empty(0, dtype=np.int64)
 
 
+@attrs.frozen(eq=False)
+class Renewal:
+    """A session's host pages before and after a backup."""
+
+    after: GroupPages
+    """What it has when the backup is done."""
+
+    fresh: GroupPages
+    """What of it was taken now, to be freed if the backup fails ..."""
+
+    old: GroupPages
+    """... and what is no longer needed if it does not."""
+
+
 class SessionPools(PoolGroup):
     """A pool group for the sessions of one model. `session_pools` allocates one.
 
@@ -78,7 +92,7 @@ class SessionPools(PoolGroup):
         slots = dict.fromkeys(self._slot_members, 1)
         return self.alloc("device", num_pages if self.paged else 1, slots, contiguous=True)
 
-    def renewed(self, held: GroupPages, pages: range) -> tuple[GroupPages, GroupPages, GroupPages]:
+    def renewed(self, held: GroupPages, pages: range) -> Renewal:
         """Take fresh host pages for some pages of tokens, and a fresh slot for states.
 
         A backup never writes over what the last one has: that stays whole until the next is done.
@@ -87,21 +101,19 @@ class SessionPools(PoolGroup):
             held: What the last backup has.
             pages: By position, what the next one writes: all from the first that has changed.
 
-        Returns:
-            What the session has after that backup; what of it was taken now, to be freed if it fails;
-            and what is no longer needed if it does not.
-
         Raises:
             OutOfPagesError: There are too few. Nothing was taken.
         """
-        slots = dict.fromkeys(self._slot_members, 1)
         if not self.paged:
-            fresh = self.alloc("host", 1)
-            return fresh, fresh, held
-        fresh = self.alloc("host", len(pages), slots)
-        kept, old = held.anchor[: pages.start], held.anchor[pages.start :]
-        after = GroupPages(np.concatenate([kept, fresh.anchor]), fresh.own)
-        return after, fresh, GroupPages(old, held.own)
+            slot = self.alloc("host", 1)
+            return Renewal(after=slot, fresh=slot, old=held)
+        fresh = self.alloc("host", len(pages), dict.fromkeys(self._slot_members, 1))
+        unchanged, old = held.anchor[: pages.start], held.anchor[pages.start :]
+        return Renewal(
+            after=GroupPages(np.concatenate([unchanged, fresh.anchor]), fresh.own),
+            fresh=fresh,
+            old=GroupPages(old, held.own),
+        )
 
     def moved(
         self, host: GroupPages, device: GroupPages, pages: range

@@ -234,8 +234,8 @@ class Session:
             indices = self._ledger.begin_backup()
             if not indices or self._device is None:
                 return 0
-            after, fresh, old = self._pools.renewed(self._host, indices)
-            host, device = self._pools.moved(after, self._device, indices)
+            renewal = self._pools.renewed(self._host, indices)
+            host, device = self._pools.moved(renewal.after, self._device, indices)
             try:
                 transfer = await self._scheduler.backup(
                     device_pages=device.anchor,
@@ -244,10 +244,10 @@ class Session:
                 )
                 await transfer
             except BaseException:
-                self._pools.free("host", fresh)
+                self._pools.free("host", renewal.fresh)
                 raise
-            self._host = after
-            self._pools.free("host", old)
+            self._host = renewal.after
+            self._pools.free("host", renewal.old)
             self._ledger.end_backup()
             return transfer.nbytes
 
