@@ -18,10 +18,12 @@ def ours(
 
     Args:
         policy: What vLLM does about blocks that were not loaded: `recompute`, or `fail`, its default.
-        extra: More keys of `kv_connector_extra_config`.
+        extra: More keys of `kv_connector_extra_config`. Stores stream unless `stream_mib` says otherwise: those
+            of tiny models are all small.
     """
     if host_blocks is not None:
         extra["host_blocks"] = host_blocks
+    extra.setdefault("stream_mib", 0)
     config: dict[str, Any] = {
         "kv_connector": "OffloadConnector",
         "kv_connector_module_path": "offload.integrations.vllm",

@@ -22,6 +22,7 @@ BLOCK = 1 << 20
         ({"host_blocks": True}, "host_blocks=True"),
         ({"host_blocks": 1.5}, "host_blocks=1.5"),
         ({"host_blocks": 1, "timeout_s": 0}, "timeout_s=0"),
+        ({"host_blocks": 1, "stream_mib": -1}, "stream_mib=-1; it takes a number from 0 up"),
         ({"host_blocks": 1, "trace_capacity": 0}, "trace_capacity=0"),
     ],
     ids=str,

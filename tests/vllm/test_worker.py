@@ -11,6 +11,7 @@ import attrs
 import pytest
 import torch
 
+from offload import TransferFailed
 from offload.integrations.vllm.adopt import adopt
 from offload.integrations.vllm.messages import Job, Outcomes, StepPlan
 from offload.integrations.vllm.settings import Settings
@@ -57,7 +58,13 @@ def started(timeout_s: float = LONG, **extra: object) -> Iterator[Rank]:
     hooks = Hooks()
     caches = [torch.zeros(BLOCKS, 2, 4, 6) for _ in NAMES]
     settings = Settings.read(
-        {"host_blocks": 4, "timeout_s": timeout_s, "driver": driver(hooks=hooks), **extra}
+        {
+            "host_blocks": 4,
+            "timeout_s": timeout_s,
+            "driver": driver(hooks=hooks),
+            "stream_mib": 0,
+            **extra,
+        }
     )
     adopted = adopt(dict(zip(NAMES, caches, strict=True)), BLOCKS)
     side = WorkerSide.start(settings, adopted, 4)
@@ -248,6 +255,47 @@ def test_a_forward_that_raised_leaves_no_store_behind(rank: Rank) -> None:
     rank.step(StepPlan())
     assert rank.all_ended() == Outcomes({}, {2: 1})
     assert copied(rank, "backup") in ([0], [])
+
+
+def test_a_small_store_leaves_as_a_whole_behind_the_forward() -> None:
+    """Starting each layer apart costs more than its copies; nothing moves before the last is written."""
+    for rank in started(stream_mib=1):
+        rank.side.begin(StepPlan(store=Job(2, (3,), (2,))))
+        for layer, name in enumerate(NAMES):
+            rank.side.before(name)
+            rank.caches[layer][3] = 20 + layer
+            rank.side.after(name)
+        assert rank.hooks.ops == []
+        rank.side.end()
+        assert rank.all_ended() == Outcomes({2: 1})
+        assert rank.step(StepPlan(load=Job(3, (7,), (2,)))) == set()
+        assert [values(cache[7]) for cache in rank.caches] == [[20], [21], [22]]
+
+
+@pytest.mark.parametrize("stream_mib", [0, 1], ids=["streaming", "whole"])
+def test_a_forward_that_raised_stores_nothing(stream_mib: float) -> None:
+    """Neither kind of store outlives it, and a load that was never begun is reported."""
+    for rank in started(stream_mib=stream_mib):
+        rank.side.begin(StepPlan(load=Job(1, (5,), (0,)), store=Job(2, (3,), (2,))))
+        assert rank.step(StepPlan()) == {5}
+        assert rank.all_ended() == Outcomes({}, {1: 1, 2: 1})
+        assert rank.hooks.ops == []
+
+
+def test_a_store_whose_deadline_passes_inside_the_forward_goes_quietly() -> None:
+    """A long forward may still write its layers; the job is over, and the forward does not hear of it."""
+    for rank in started(timeout_s=0.05):
+        gate = rank.hooks.gate(stream="backup", layer=0)
+        rank.side.begin(StepPlan(store=Job(2, (3,), (2,))))
+        rank.side.after(NAMES[0])
+        (store,) = rank.side._stores
+        assert store.transfer is not None
+        with pytest.raises(TransferFailed):
+            store.transfer.result(LONG)
+        gate.open()
+        rank.side.after(NAMES[1])
+        rank.side.end()
+        assert rank.all_ended() == Outcomes({}, {2: 1})
 
 
 def test_a_step_without_work_costs_no_transfer(rank: Rank) -> None:

@@ -32,6 +32,11 @@ class Settings:
     store: Literal["all", "prompt", "none"] = "all"
     """Which full blocks are backed up."""
 
+    stream_mib: float = 16.0
+    """Stores from this size on leave layer by layer while the forward goes on; smaller ones as a whole at its
+    end. 16 MiB take 1-2 ms on a link of 10-16 GB/s; starting 32 layers apart costs 2 ms more of a core than
+    starting them together."""
+
     io_backend: str = "auto"
     """How bytes move; see `python -m offload matrix`."""
 
@@ -75,6 +80,8 @@ class Settings:
             value = getattr(self, name)
             if value is not None and (not _is_number(value) or not 0 < value < float("inf")):
                 raise _wrong(name, value, "a number above 0")
+        if not _is_number(self.stream_mib) or not self.stream_mib >= 0:
+            raise _wrong("stream_mib", self.stream_mib, "a number from 0 up")
         for name in ("host_blocks", "trace_capacity"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or value is True or value < 1):
@@ -110,6 +117,11 @@ class Settings:
                 f"{memory_bytes / GIB:.1f} GiB. Set a smaller host_gib or host_blocks."
             )
         return count
+
+    @property
+    def stream_bytes(self) -> float:
+        """Bytes of a store from which on it leaves layer by layer."""
+        return self.stream_mib * (1 << 20)
 
     def trace_path(self, rank: int, num_ranks: int) -> str | None:
         """Return the file that a rank's timeline goes to."""

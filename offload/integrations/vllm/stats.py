@@ -11,8 +11,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from offload.integrations.vllm.moving import Moved
 from offload.integrations.vllm.plan import Tally
-from offload.integrations.vllm.worker import Moved
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -26,8 +26,8 @@ COUNTERS: Mapping[str, str] = {
     "store_bytes": "Bytes that stores brought to the host, over all ranks.",
     "failed_loads": "Loads that failed or ran into their deadline; their blocks were computed again.",
     "failed_stores": "Stores that failed or ran into their deadline.",
-    "waits": "Layers of a forward that waited for, or were fenced behind, a load.",
-    "wait_s": "Seconds that forwards waited for layers of loads.",
+    "waits": "Layers of a forward that had to wait for a load.",
+    "wait_seconds": "Seconds that forwards waited for layers of loads.",
     "loaded_blocks": "Blocks of prefixes that the host had and the device had not.",
     "stored_blocks": "Blocks whose store was begun.",
     "no_room_blocks": "Blocks that were not stored because every host page was busy.",
