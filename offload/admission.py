@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import anyio
 import numpy as np
 
+from offload.acts import expire
 from offload.core.batch import State
 from offload.core.events import Unblock
 from offload.core.kinds import Direction
@@ -35,7 +36,7 @@ def admit(shell: Shell, submission: Submission) -> Transfer:
     shell.take_inbox()
     ride = (_join(shell, submission) if submission.join else None) or _enter(shell, submission)
     if submission.deadline is not None and not ride.settled:
-        ride.alarm = shell.timer.call_at(submission.deadline, lambda: shell.expire(ride))
+        ride.alarm = shell.timer.call_at(submission.deadline, lambda: expire(ride))
     return Transfer(ride)
 
 

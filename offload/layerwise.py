@@ -147,7 +147,7 @@ def fence(
     """
     ride = transfer._ride
     start = waits.fence(ride, layer, timeout)
-    ride.shell.note_wait(ride, layer, start, trace)
+    ride.shell.ledger.waited(ride, layer, start, trace)
     return start != 0
 
 

@@ -16,6 +16,7 @@ import anyio
 import attrs
 from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 
+from offload import acts
 from offload.admission import admit, submit_nowait
 from offload.core.events import Cancel
 from offload.core.kinds import Direction
@@ -94,7 +95,7 @@ class Scheduler:
             if drain and deadline is not None and not math.isinf(deadline):
                 self._shell.timer.call_at(deadline, self._cancel_queued_soon)
             self._shell.take_inbox()
-            self._shell.let_go_of_all()
+            acts.let_go_of_all(self._shell)
             if not drain:
                 await self._cancel_queued()
             else:
@@ -251,7 +252,7 @@ class Scheduler:
         if self._shell.line.open_for(submission.priority, submission.nbytes):
             return admit(self._shell, submission)
         if submission.hold is not None:
-            self._shell.let_go(submission.hold.pieces)
+            acts.let_go(self._shell, submission.hold.pieces)
         woken = anyio.Event()
         place = self._shell.line.enter(submission.priority, submission.nbytes, woken)
         if submission.deadline is not None:
@@ -275,7 +276,7 @@ class Scheduler:
 
     def hold(self) -> AbstractContextManager[None]:
         """Keep back what this thread submits until the block ends; then it is one batch."""
-        return self._shell.hold()
+        return acts.hold(self._shell)
 
     # Questions ---------------------------------------------------------------------------------------
 
@@ -336,7 +337,7 @@ class Scheduler:
         while shell.busy(places):
             if shell.stuck is not None:
                 raise SchedulerClosedError("wait for idle pages") from shell.stuck
-            shell.refuse_held_pages(places)
+            acts.refuse_waiting_for(shell, places)
             await shell.change()
             shell.take_inbox()
 

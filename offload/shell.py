@@ -17,16 +17,13 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import TypeAlias, cast
 
 import anyio
 import attrs
-import numpy as np
 
 from offload.core.batch import Batch, Limits, Piece, State
 from offload.core.events import (
-    Cancel,
     Command,
     Ended,
     Event,
@@ -38,10 +35,8 @@ from offload.core.events import (
     Settle,
     SettleLayer,
     Stop,
-    Unblock,
     Unlock,
     Watch,
-    Written,
 )
 from offload.core.hazards import HazardTable
 from offload.core.machine import Machine
@@ -52,8 +47,8 @@ from offload.driver.base import Driver
 from offload.errors import RequestError, SchedulerClosedError
 from offload.flight import Bell, Flight
 from offload.group import PagePair, PoolGroup
-from offload.holding import HoldBlock, refuse_held, refuse_held_pages
-from offload.logs import SLOW_NS, RateLimited, logger
+from offload.ledger import Ledger, open_requests
+from offload.logs import logger
 from offload.loop import Home, Nowhere
 from offload.parking import Line
 from offload.ride import Ride
@@ -61,15 +56,11 @@ from offload.route import Route
 from offload.statistics import DirectionStatistics, Statistics
 from offload.submit import Desk
 from offload.timer import Timer
-from offload.trace import ASYNC_LANE, OpenRequest, Tracer
-from offload.trace.forward import ForwardTrace
+from offload.trace import Tracer
 from offload.trace.pools import PoolUse
 
 Places: TypeAlias = Sequence[tuple[HazardTable, Pages]]
 """Pages of several pools, with the tables that know who uses them."""
-
-_LET_GO = 4096
-"""Held requests let go in one turn, and so in one batch: about 30 ms of the loop."""
 
 
 @attrs.define(eq=False, repr=False)
@@ -103,6 +94,7 @@ class Shell:
     """Batches issued."""
 
     machine: Machine = attrs.field(init=False)
+    ledger: Ledger = attrs.field(init=False)
     line: Line = attrs.field(init=False)
     home: Home = attrs.field(factory=Nowhere)
     timer: Timer = attrs.field(init=False)
@@ -113,10 +105,7 @@ class Shell:
     _arrivals: deque[Flight] = attrs.field(factory=deque)
     _inbox: deque[Callable[[], None]] = attrs.field(factory=deque)
     _turn_due: bool = False
-    _failures: RateLimited = attrs.field(factory=RateLimited)
-    _slow: RateLimited = attrs.field(factory=RateLimited)
     _changed: list[anyio.Event] = attrs.field(factory=list)
-    _pool_use: PoolUse = attrs.field(init=False)
     _burial: threading.Lock = attrs.field(factory=threading.Lock)
 
     def __attrs_post_init__(self) -> None:
@@ -124,7 +113,8 @@ class Shell:
             (member.host.pages.table, member.device.pages.table) for member in self.group.members
         )
         self.machine = Machine(self.group.num_layers, tables, self.limits)
-        self._pool_use = PoolUse([member.host for member in self.group.members])
+        pools = PoolUse([member.host for member in self.group.members])
+        self.ledger = Ledger(self.counters, self.tracer, self.driver.now_ns, pools)
         self.line = Line(self.machine.budget, self.limits.max_queued_bytes)
 
     def open(self) -> None:
@@ -140,7 +130,8 @@ class Shell:
         self.timer = Timer(self.driver, self.home)
         if self.tracer is not None:
             self.tracer.clock = self.driver.now_ns
-            self.tracer.opened(str(self.group.anchor.device.device), self._in_flight)
+            device, rides = str(self.group.anchor.device.device), self.rides
+            self.tracer.opened(device, lambda: open_requests(list(rides.values())))
         logger.info("open: %r on %s, %s", self.group, self.driver.name, self.limits)
 
     def close(self) -> None:
@@ -172,30 +163,6 @@ class Shell:
 
     # What every face asks -----------------------------------------------------------------------
 
-    def hold(self) -> AbstractContextManager[None]:
-        """Keep back what the calling thread submits until the block ends; then it is one batch."""
-        return HoldBlock(self.desk, self.let_go)
-
-    def refuse_held(self, ride: Ride) -> None:
-        """Raise if the caller waits for what he keeps back himself. Any thread."""
-        hold = self.desk.holding()
-        if hold is not None:
-            refuse_held(hold, self.machine, ride)
-
-    def refuse_held_pages(self, places: Places) -> None:
-        """Raise if the caller waits for pages that are used by what he keeps back himself. Any thread."""
-        hold = self.desk.holding()
-        if hold is not None:
-            refuse_held_pages(hold, self.machine, lambda piece: self._uses(piece, places))
-
-    def _uses(self, piece: Piece, places: Places) -> bool:
-        """Return whether a request has claimed any of these pages."""
-        for member, *sides in piece.request.parts:
-            for table, pages in zip(self.machine.tables[member], sides, strict=True):
-                if any(other is table and np.isin(wanted, pages).any() for other, wanted in places):
-                    return True
-        return False
-
     @property
     def stuck(self) -> BaseException | None:
         """What ended the device or broke us, so that pages are never unlocked any more; else None."""
@@ -223,75 +190,9 @@ class Shell:
         if self.closing:
             raise SchedulerClosedError from self.lost
 
-    def expire(self, ride: Ride) -> None:
-        """Fail a request whose deadline has passed."""
-        error = TimeoutError("its deadline passed before it had settled")
-        if ride.decide(State.FAILED, error):
-            self._abandon(ride, error)
-
-    def _abandon(self, ride: Ride, error: BaseException | None) -> None:
-        """End a request for its caller; the copies go on where others ride on them."""
-        if ride.settled:
-            return
-        if ride.wanted_by_others():
-            self._count(ride, State.CANCELLED if error is None else State.FAILED, error)
-        else:
-            self.handle(Cancel(ride.request.id, error))
-        self.ask_for_turn()
-
     def call_at(self, when: float, act: Callable[[], None]) -> None:
         """Call `act` when the clock of deadlines passes `when`."""
         self.timer.call_at(when, act)
-
-    # Acts of a transfer, from any thread ----------------------------------------------------------
-
-    def cancel(self, ride: Ride) -> None:
-        """Cancel a request; see `Transfer.cancel`."""
-        self.home.check_process("cancel")
-        here = self.home.here
-        if here:
-            self.take_inbox()
-        if not ride.decide(State.CANCELLED):
-            return
-        if here:
-            self._abandon(ride, None)
-        else:
-            self.bell.ring()
-            self.post(lambda: self._abandon(ride, None))
-
-    def layer_written(self, ride: Ride, layer: int) -> None:
-        """See `Transfer.layer_written`."""
-        self.home.check_process("say that a layer is written")
-        marks = self.desk.marks("compute")
-        ride.write(layer)
-
-        def written() -> None:
-            piece = self.machine.new_id()
-            self.handle(Written(ride.request.id, layer, piece, len(marks)))
-            for mark in marks:
-                mark.watch(lambda: self.post(lambda: self.handle(Unblock(piece))))
-
-        self.post(written)
-
-    def let_go(self, pieces: list[int]) -> None:
-        """Unblock held pieces. Any thread; in order after what that thread has posted."""
-        held, pieces[:] = pieces[:], []
-
-        def go() -> None:
-            for piece in held[:_LET_GO]:
-                self.handle(Unblock(piece))
-            del held[:_LET_GO]
-            if held:
-                self.home.post(lambda: self.post(go))
-
-        if held:
-            self.post(go)
-
-    def let_go_of_all(self) -> None:
-        """Unblock everything that is held: nobody's block may keep a scheduler from closing."""
-        for ride in list(self.rides.values()):
-            if ride.hold is not None and ride.hold.pieces:
-                self.let_go(ride.hold.pieces)
 
     def check_may_block(self, what: str) -> None:
         """Raise if blocking this thread would stop the loop that has to end the wait."""
@@ -301,23 +202,6 @@ class Shell:
                 f"this is the scheduler's own loop thread, and to {what} here would stop the loop. "
                 "Await instead (issued, layer, or the transfer itself), or wait in a worker thread."
             )
-
-    def note_wait(
-        self, ride: Ride, layer: int, start_ns: int, forward: ForwardTrace | None = None
-    ) -> None:
-        """Count a wait for a layer; `start_ns` is 0 when it did not have to wait. Any thread."""
-        counters, tracer = self.counters.of(ride.direction), self.tracer
-        if not start_ns:
-            counters.ready()
-            if tracer is not None and tracer.active:
-                tracer.ready()
-            return
-        end = self.driver.now_ns()
-        counters.waited(end - start_ns)
-        if forward is not None:
-            forward.waited(ride.request.id, layer, start_ns)
-        elif tracer is not None and tracer.active:
-            tracer.wait(ride.request.id, ride.direction, layer, start_ns, end, ASYNC_LANE)
 
     def now(self) -> float:
         """Return the time in seconds on the clock of deadlines."""
@@ -390,8 +274,7 @@ class Shell:
 
     def _turn(self) -> None:
         self._turn_due = False
-        tracer = self.tracer
-        start = self.driver.now_ns() if tracer is not None and tracer.active else 0
+        start = self.ledger.begin_turn()
         try:
             if self.driver.lost is not None and self.lost is None:
                 self.lost = self.driver.lost
@@ -405,10 +288,7 @@ class Shell:
             self.line.wake()
         except BaseException as error:  # noqa: BLE001 - raised where the scheduler is left
             self._break(error)
-        if tracer is not None and start:
-            end = self.driver.now_ns()
-            tracer.tick(start, end)
-            self._pool_use.sample(tracer, end)
+        self.ledger.end_turn(start)
 
     def take_inbox(self) -> None:
         while self._inbox:
@@ -425,7 +305,7 @@ class Shell:
         if landed > batch.landed:
             self.handle(Landed(batch.id, landed))
         if error is not None and not batch.failed:
-            self._note("error", error, batch=batch.id, layer=flight.error_layer)
+            self.ledger.mark("error", error, batch=batch.id, layer=flight.error_layer)
             self.handle(Failed(batch.id, error, flight.spoiled()))
         if over and batch.id in self._flights:
             del self._flights[batch.id]
@@ -468,13 +348,12 @@ class Shell:
 
     def _issue(self, batch: Batch) -> None:
         stream = self.driver.stream(batch.direction)
-        counters = self.counters.of(batch.direction)
         flight = Flight(
             batch,
             cast("Route", batch.route),
             self.bell,
             self._report,
-            counters,
+            self.counters.of(batch.direction),
             self.tracer,
             batch.direction,
             self.driver.now_ns,
@@ -488,10 +367,7 @@ class Shell:
             if ride is not None:
                 ride.fly(flight, piece)
         stream.carry(flight)
-        for ride in flight.rides:  # counted while the stream plans already
-            if not ride.issued_ns:
-                ride.issued_ns = now
-                counters.issue(ride.request.nbytes, now - ride.submitted_ns)
+        self.ledger.issued(flight.rides, now)  # while the stream plans already
 
     def _settle(self, piece: Piece, state: State) -> None:
         ride = self.rides[piece.request.id]
@@ -499,44 +375,20 @@ class Shell:
             self.counters.of(ride.direction).withdraw()
         for each in (ride, *ride.riders()):
             if not each.settled:
-                self._count(each, state, piece.error)
+                self.settle(each, state, piece.error)
 
-    def _count(self, ride: Ride, state: State, error: BaseException | None) -> None:
-        """Settle a request, and count, log and trace how it ended."""
-        state = ride.settle(state, error)
-        error, counters = ride.error, self.counters.of(ride.direction)
-        failed = error if state is State.FAILED else None
-        counters.settle(failed=failed, cancelled=state is State.CANCELLED)
+    def settle(self, ride: Ride, state: State, error: BaseException | None) -> None:
+        """Let a request be over, and write down how it ended."""
+        self.ledger.settled(ride, ride.settle(state, error))
         if ride.alarm is not None:
             self.timer.cancel(ride.alarm)
             ride.alarm = None
         self.bell.ring()
-        now, tracer = self.driver.now_ns(), self.tracer
-        if state is State.FAILED:
-            self._failures.warning("%r failed: %r", ride, error)
-        elif ride.issued_ns and now - ride.issued_ns > SLOW_NS:
-            self._slow.warning("%r took %.1f s", ride, (now - ride.issued_ns) / 1e9)
-        if tracer is not None and tracer.active:
-            request = ride.request
-            tracer.request(
-                request.id, request.direction, ride.submitted_ns, ride.issued_ns,
-                now, request.nbytes, request.num_pages, state, ride.tags,
-            )  # fmt: skip
-            if state is not State.DONE:
-                what = "cancel" if state is State.CANCELLED else "error"
-                self._note(what, error, request=request.id)
-
-    def _note(self, what: str, error: BaseException | None, **args: int) -> None:
-        """Mark in the trace that something went otherwise."""
-        if self.tracer is not None:
-            why = {} if error is None else {"error": type(error).__name__}
-            self.tracer.mark(what, **args, **why)
 
     def _unlock(self, piece: Piece) -> None:
         ride = self.rides.pop(piece.request.id)
-        counters = self.counters.of(ride.direction)
         if ride.issued_ns:
-            counters.drain(ride.request.nbytes)
+            self.counters.of(ride.direction).drain(ride.request.nbytes)
         ride.release()
         self.bell.ring()
         self._notify()
@@ -564,22 +416,6 @@ class Shell:
         for ride in list(self.rides.values()):
             for each in (ride, *ride.riders()):
                 if not each.settled:
-                    self._count(each, State.FAILED, error)
+                    self.settle(each, State.FAILED, error)
         self.bell.ring()
         self._notify()
-
-    def _in_flight(self) -> list[OpenRequest]:
-        """Return the requests that have not settled, for a trace that is exported now. Any thread."""
-        return [
-            OpenRequest(
-                t.request.id,
-                t.direction,
-                t.submitted_ns,
-                t.issued_ns,
-                t.request.nbytes,
-                t.request.num_pages,
-                t.tags,
-            )
-            for t in list(self.rides.values())
-            if t.verdict() is None
-        ]

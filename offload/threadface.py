@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import attrs
 
+from offload import acts
 from offload.admission import admit, submit_nowait
 from offload.core.kinds import Direction
 from offload.core.pages import PagesLike
@@ -70,7 +71,7 @@ class _Admission:
                 self._admit()
                 return
             if wanted.hold is not None:
-                shell.let_go(wanted.hold.pieces)
+                acts.let_go(shell, wanted.hold.pieces)
             knock = _Knock(lambda: shell.post(self._again))
             self.place = shell.line.enter(wanted.priority, wanted.nbytes, knock)
             if wanted.deadline is not None:
@@ -220,7 +221,7 @@ class ThreadFace:
 
     def hold(self) -> AbstractContextManager[None]:
         """Keep back what this thread submits until the block ends; then it is one batch."""
-        return self._shell.hold()
+        return acts.hold(self._shell)
 
     def now(self) -> float:
         """Return the time in seconds on the clock of deadlines."""
@@ -258,7 +259,7 @@ class ThreadFace:
         places = shell.places(device_pages, host_pages, members)
         # Everything this thread posted comes first; afterwards the tables alone know.
         if self._call(lambda: shell.busy(places)):
-            shell.refuse_held_pages(places)
+            acts.refuse_waiting_for(shell, places)
 
         def idle() -> bool:
             return shell.over or not shell.busy(places)

@@ -6,7 +6,7 @@ from collections.abc import Generator, Mapping
 
 import attrs
 
-from offload import waits
+from offload import acts, waits
 from offload.core.batch import State
 from offload.core.kinds import Direction
 from offload.errors import TransferFailed
@@ -108,7 +108,7 @@ class Transfer:
         suspended = await waits.until(ride, index, lambda: ride.landed(index))
         if not ride.landed(index):
             ride.raise_if_over()
-        ride.shell.note_wait(ride, index, start if suspended else 0)
+        ride.shell.ledger.waited(ride, index, start if suspended else 0)
 
     async def source_reusable(self) -> None:
         """Wait until no copy of it can read its source pages any more, however it ended.
@@ -133,7 +133,7 @@ class Transfer:
                 layer has not landed.
         """
         index = self._index(layer)
-        self._ride.shell.note_wait(self._ride, index, waits.for_layer(self._ride, index, timeout))
+        self._note(index, waits.for_layer(self._ride, index, timeout))
 
     def wait_issued(self, layer: int | str | None = None, timeout: float | None = None) -> None:
         """Block this thread until a layer (default: the first) is on its stream. Raises as `wait_layer`."""
@@ -171,7 +171,7 @@ class Transfer:
             TimeoutError: Not within `timeout` seconds.
         """
         index = self._index(layer)
-        self._ride.shell.note_wait(self._ride, index, waits.fence(self._ride, index, timeout))
+        self._note(index, waits.fence(self._ride, index, timeout))
 
     # Acting ------------------------------------------------------------------------------------------
 
@@ -181,7 +181,7 @@ class Transfer:
         Copies already issued drain unseen, and its pages stay locked so long. From another thread than the
         loop's it is settled when the call returns, and what is queued is withdrawn when the loop next runs.
         """
-        self._ride.shell.cancel(self._ride)
+        acts.cancel(self._ride)
 
     def layer_written(self, layer: int | str) -> None:
         """Say that the forward has written a layer, so that its backup may start. Any thread, once a layer.
@@ -192,7 +192,10 @@ class Transfer:
             RequestError: It is no streaming backup, the layer was written before, or the stream is
                 capturing a graph.
         """
-        self._ride.shell.layer_written(self._ride, self._index(layer))
+        acts.layer_written(self._ride, self._index(layer))
+
+    def _note(self, layer: int, start_ns: int) -> None:
+        self._ride.shell.ledger.waited(self._ride, layer, start_ns)
 
     def _index(self, layer: int | str) -> int:
         return self._ride.shell.group.layer(layer)

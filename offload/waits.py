@@ -7,6 +7,7 @@ from collections.abc import Callable
 import anyio
 from anyio.lowlevel import checkpoint
 
+from offload.acts import refuse_waiting
 from offload.errors import RequestError, TransferFailed
 from offload.ride import RELEASED, Ride
 
@@ -25,7 +26,7 @@ async def until(ride: Ride, what: int, reached: Callable[[], bool]) -> bool:
     await checkpoint()
     suspended = False
     while not reached() and (what == RELEASED or not ride.over()):
-        shell.refuse_held(ride)
+        refuse_waiting(ride)
         suspended = True
         waiter = (what, anyio.Event())
         ride.enter(waiter)
@@ -60,7 +61,7 @@ def block(
     shell = ride.shell
     shell.check_may_block(f"wait for {what}")
     check_timeout(timeout)
-    shell.refuse_held(ride)
+    refuse_waiting(ride)
 
     def arrived() -> bool:
         return reached() or (not whatever and ride.over()) or shell.over

@@ -48,7 +48,7 @@ EDGES: dict[str, set[str]] = {
 }
 SCHEDULER: set[str] = {
     *("flight", "transfer", "submit", "statistics", "holding", "parking", "timer", "threadface"),
-    *("scheduler", "layerwise", "opening", "blocking", "shell", "admission", "ride", "waits"),
+    *("scheduler", "layerwise", "opening", "blocking", "shell", "admission", "ride", "waits", "acts", "ledger"),
 }
 """Pieces of the scheduler: they may import any inner room and each other."""
 

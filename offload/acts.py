@@ -1,0 +1,127 @@
+"""What happens to requests under way from outside: cancelled, written, held, let go, too late."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from offload.core.batch import Piece, State
+from offload.core.events import Cancel, Unblock, Written
+from offload.holding import HoldBlock, refuse_held, refuse_held_pages
+from offload.ride import Ride
+
+if TYPE_CHECKING:
+    from offload.shell import Places, Shell
+
+_LET_GO = 4096
+"""Held requests let go in one turn, and so in one batch: about 30 ms of the loop."""
+
+
+def cancel(ride: Ride) -> None:
+    """Cancel a request; see `Transfer.cancel`. Any thread."""
+    shell = ride.shell
+    shell.home.check_process("cancel")
+    here = shell.home.here
+    if here:
+        shell.take_inbox()
+    if not ride.decide(State.CANCELLED):
+        return
+    if here:
+        _abandon(ride, None)
+    else:
+        shell.bell.ring()
+        shell.post(lambda: _abandon(ride, None))
+
+
+def expire(ride: Ride) -> None:
+    """Fail a request whose deadline has passed. On the loop's thread."""
+    error = TimeoutError("its deadline passed before it had settled")
+    if ride.decide(State.FAILED, error):
+        _abandon(ride, error)
+
+
+def _abandon(ride: Ride, error: BaseException | None) -> None:
+    """End a request for its caller; the copies go on where others ride on them."""
+    shell = ride.shell
+    if ride.settled:
+        return
+    if ride.wanted_by_others():
+        shell.settle(ride, State.CANCELLED if error is None else State.FAILED, error)
+    else:
+        shell.handle(Cancel(ride.request.id, error))
+    shell.ask_for_turn()
+
+
+def layer_written(ride: Ride, layer: int) -> None:
+    """Let the backup of a layer start; see `Transfer.layer_written`. Any thread."""
+    shell = ride.shell
+    shell.home.check_process("say that a layer is written")
+    marks = shell.desk.marks("compute")
+    ride.write(layer)
+
+    def written() -> None:
+        piece = shell.machine.new_id()
+        shell.handle(Written(ride.request.id, layer, piece, len(marks)))
+        for mark in marks:
+            mark.watch(lambda: shell.post(lambda: shell.handle(Unblock(piece))))
+
+    shell.post(written)
+
+
+# Holding ------------------------------------------------------------------------------------------
+
+
+def hold(shell: Shell) -> HoldBlock:
+    """Keep back what the calling thread submits until the block ends; then it is one batch."""
+    return HoldBlock(shell.desk, lambda pieces: let_go(shell, pieces))
+
+
+def let_go(shell: Shell, pieces: list[int]) -> None:
+    """Unblock held pieces. Any thread; in order after what that thread has posted."""
+    held, pieces[:] = pieces[:], []
+
+    def go() -> None:
+        for piece in held[:_LET_GO]:
+            shell.handle(Unblock(piece))
+        del held[:_LET_GO]
+        if held:
+            shell.home.post(lambda: shell.post(go))
+
+    if held:
+        shell.post(go)
+
+
+def let_go_of_all(shell: Shell) -> None:
+    """Unblock everything that is held: nobody's block may keep a scheduler from closing."""
+    for ride in list(shell.rides.values()):
+        if ride.hold is not None and ride.hold.pieces:
+            let_go(shell, ride.hold.pieces)
+
+
+def refuse_waiting(ride: Ride) -> None:
+    """Raise if the caller waits for what he keeps back himself. Any thread."""
+    hold = ride.shell.desk.holding()
+    if hold is not None:
+        refuse_held(hold, ride.shell.machine, ride)
+
+
+def refuse_waiting_for(shell: Shell, places: Places) -> None:
+    """Raise if the caller waits for pages that are used by what he keeps back himself. Any thread."""
+    hold = shell.desk.holding()
+    if hold is not None:
+        refuse_held_pages(hold, shell.machine, _users_of(shell, places))
+
+
+def _users_of(shell: Shell, places: Places) -> Callable[[Piece], bool]:
+    """Return whether a request has claimed any of some pages, as a function of it."""
+
+    def uses(piece: Piece) -> bool:
+        for member, *sides in piece.request.parts:
+            for table, pages in zip(shell.machine.tables[member], sides, strict=True):
+                if any(other is table and np.isin(wanted, pages).any() for other, wanted in places):
+                    return True
+        return False
+
+    return uses

@@ -1,0 +1,107 @@
+"""What is written down about requests: counted always, logged now and then, traced on request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import attrs
+
+from offload.core.batch import State
+from offload.counters import Counters
+from offload.logs import SLOW_NS, RateLimited
+from offload.ride import Ride
+from offload.trace import ASYNC_LANE, OpenRequest, Tracer
+from offload.trace.forward import ForwardTrace
+from offload.trace.pools import PoolUse
+
+
+@attrs.define(eq=False)
+class Ledger:
+    """The counts, the log lines and the trace of one scheduler."""
+
+    counters: Counters
+    tracer: Tracer | None
+    clock: Callable[[], int]
+    """Nanoseconds, on the driver's clock."""
+
+    _pools: PoolUse
+    _failures: RateLimited = attrs.field(factory=RateLimited)
+    _slow: RateLimited = attrs.field(factory=RateLimited)
+
+    def issued(self, rides: Iterable[Ride], now: int) -> None:
+        """Write down that requests are with a stream; each is counted once."""
+        for ride in rides:
+            if not ride.issued_ns:
+                ride.issued_ns = now
+                counters = self.counters.of(ride.direction)
+                counters.issue(ride.request.nbytes, now - ride.submitted_ns)
+
+    def settled(self, ride: Ride, state: State) -> None:
+        """Write down how a request ended."""
+        failed = ride.error if state is State.FAILED else None
+        cancelled = state is State.CANCELLED
+        self.counters.of(ride.direction).settle(failed=failed, cancelled=cancelled)
+        now, tracer = self.clock(), self.tracer
+        if state is State.FAILED:
+            self._failures.warning("%r failed: %r", ride, failed)
+        elif ride.issued_ns and now - ride.issued_ns > SLOW_NS:
+            self._slow.warning("%r took %.1f s", ride, (now - ride.issued_ns) / 1e9)
+        if tracer is not None and tracer.active:
+            request = ride.request
+            tracer.request(
+                request.id, request.direction, ride.submitted_ns, ride.issued_ns,
+                now, request.nbytes, request.num_pages, state, ride.tags,
+            )  # fmt: skip
+            if state is not State.DONE:
+                self.mark("cancel" if cancelled else "error", failed, request=request.id)
+
+    def mark(self, what: str, error: BaseException | None, **args: int) -> None:
+        """Mark in the trace that something went otherwise."""
+        if self.tracer is not None:
+            why = {} if error is None else {"error": type(error).__name__}
+            self.tracer.mark(what, **args, **why)
+
+    def waited(
+        self, ride: Ride, layer: int, start_ns: int, forward: ForwardTrace | None = None
+    ) -> None:
+        """Count a wait for a layer; `start_ns` is 0 when it did not have to wait. Any thread."""
+        counters, tracer = self.counters.of(ride.direction), self.tracer
+        if not start_ns:
+            counters.ready()
+            if tracer is not None and tracer.active:
+                tracer.ready()
+            return
+        end = self.clock()
+        counters.waited(end - start_ns)
+        if forward is not None:
+            forward.waited(ride.request.id, layer, start_ns)
+        elif tracer is not None and tracer.active:
+            tracer.wait(ride.request.id, ride.direction, layer, start_ns, end, ASYNC_LANE)
+
+    def begin_turn(self) -> int:
+        """Return when a turn of the loop began; 0 when nobody wants to know."""
+        return self.clock() if self.tracer is not None and self.tracer.active else 0
+
+    def end_turn(self, start: int) -> None:
+        """Trace a turn, and how full the host pools are after it."""
+        if start and self.tracer is not None:
+            end = self.clock()
+            self.tracer.tick(start, end)
+            self._pools.sample(self.tracer, end)
+
+
+def open_requests(rides: Iterable[Ride]) -> list[OpenRequest]:
+    """Return the requests that have not settled, for a trace that is exported now. Any thread."""
+    return [
+        OpenRequest(
+            ride.request.id,
+            ride.direction,
+            ride.submitted_ns,
+            ride.issued_ns,
+            ride.request.nbytes,
+            ride.request.num_pages,
+            ride.tags,
+        )
+        for ride in rides
+        if ride.verdict() is None
+    ]
