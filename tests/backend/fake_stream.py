@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from offload.backend.base import Backend, JoinsLayers
 from offload.core.kinds import Direction, IoBackend, Layout
 from offload.driver import cuda_calls
+from offload.driver.cuda_calls import Launch
 from offload.pool import Pool
 from offload.testing_cuda import FakeCuda
 from tests import oracle
@@ -25,6 +26,23 @@ def cells(io_backend: IoBackend) -> list[Cell]:
         for direction in Direction
         if supported(name, layout, io_backend, direction)
     ]
+
+
+class Watching(FakeCuda):
+    """Notes every launch that it is given."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self.launches: list[Launch] = []
+
+    def launch(self, launch: Launch) -> None:
+        self.launches.append(launch)
+        super().launch(launch)
+
+    @property
+    def names(self) -> list[str]:
+        """What was launched, by the kernel's name."""
+        return [launch.kernel.__name__ for launch in self.launches]
 
 
 @contextmanager

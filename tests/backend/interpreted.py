@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import cast
 
 import numpy as np
@@ -16,15 +15,13 @@ from offload.backend.base import JoinsLayers, WarmsUp
 from offload.backend.kernel import KernelBackend, variant
 from offload.backend.staged import StagedBackend
 from offload.core.kinds import Direction, IoBackend, Layout
-from offload.driver.cuda_calls import Launch
 from offload.pool import DevicePool, HostPool
-from offload.route import Router
 from offload.spec import PoolSpec
 from offload.testing_cuda import FakeCuda
 from tests import oracle
 from tests.backend.elsewhere import Elsewhere, host_pool, mapped_twice
-from tests.backend.fake_stream import Cell, cells, check, on_stream
-from tests.backend.test_joined import PATIENCE, on_fake_gpu, round_trip
+from tests.backend.fake_stream import Cell, Watching, cells, check, on_stream
+from tests.backend.test_adopted import ORDERS, check_adopted
 from tests.backend.test_matrix import (
     DEVICE_PAGES,
     LAYERS,
@@ -34,8 +31,6 @@ from tests.backend.test_matrix import (
     runs_of,
     supported,
 )
-from tests.sched import contents
-from tests.test_groups import HOST, MADE, fill
 
 CELLS = cells(IoBackend.KERNEL)
 ROW = 33_660  # bytes: a multiple of 4 and not of 8
@@ -159,23 +154,6 @@ def test_offsets_beyond_two_to_the_31_are_exact(direction: Direction) -> None:
     assert not host_rows[[0, wrapped, wrapped + 1, near - 1, far - 1]].any()
 
 
-class Watching(FakeCuda):
-    """Notes every launch that it is given."""
-
-    def __init__(self, seed: int = 0) -> None:
-        super().__init__(seed)
-        self.launches: list[Launch] = []
-
-    def launch(self, launch: Launch) -> None:
-        self.launches.append(launch)
-        super().launch(launch)
-
-    @property
-    def names(self) -> list[str]:
-        """What was launched, by the kernel's name."""
-        return [launch.kernel.__name__ for launch in self.launches]
-
-
 @pytest.mark.parametrize("io_backend", ["kernel", "staged"])
 @pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize("name", SPECS)
@@ -207,94 +185,6 @@ def test_warm_up_knows_every_variant_and_moves_nothing(
         fake.check()
 
 
-@pytest.mark.parametrize("layout", ["layer_first", "page_first"])
-@pytest.mark.parametrize("name", MADE)
-def test_a_whole_group_makes_the_round_trip(
-    name: str, layout: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Backups in one launch per component of a member, loads layer by layer; warm before the first."""
-    group, fake = MADE[name](layout), Watching(seed=len(name))
-    fill(group)
-    with on_fake_gpu(group, "auto", fake, monkeypatch) as scheduler:
-        warm, chosen = len(fake.launches), Router.open(group, "auto").route(Direction.BACKUP, None)
-        round_trip(scheduler, group)
-    early = {variant(launch) for launch in fake.launches[:warm]}
-    assert {variant(launch) for launch in fake.launches[warm:]} <= early
-    kernels = [leg.member for leg in chosen.legs if leg.io_backend == "kernel"]
-    parts = sum(len(member.device.spec.parts) for member in kernels)
-    assert fake.names[warm : warm + parts] == ["copy_layers"] * parts
-    assert set(fake.names[warm + parts :]) == {"copy_rows"}
-
-
-def _waiter(backup: offload.Transfer, scheduler: offload.BlockingScheduler) -> None:
-    with pytest.raises(TimeoutError):
-        backup.wait_layer(0, timeout=0)
-
-
-def _fence(backup: offload.Transfer, scheduler: offload.BlockingScheduler) -> None:
-    with pytest.raises(TimeoutError):
-        backup.fence(0, timeout=0)
-
-
-def _follower(backup: offload.Transfer, scheduler: offload.BlockingScheduler) -> None:
-    scheduler.load(device_pages=[4], host_pages=[3])
-
-
-def _nobody(backup: offload.Transfer, scheduler: offload.BlockingScheduler) -> None:
-    pass
-
-
-@pytest.mark.parametrize("traced", [False, True])
-@pytest.mark.parametrize("ask", [_waiter, _fence, _follower, _nobody])
-def test_layers_go_one_by_one_for_whoever_follows_them(
-    ask: Callable[[offload.Transfer, offload.BlockingScheduler], None],
-    traced: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A launch of all layers is for backups that nobody follows by layer; bytes and landings are the same."""
-    group, fake = MADE["beside"]("page_first"), Watching()
-    fill(group)
-    wanted = contents(group.members[0].device, [1, 2])
-    tracer = offload.Tracer() if traced else None
-    with on_fake_gpu(group, "kernel", fake, monkeypatch, tracer=tracer, paused=True) as scheduler:
-        del fake.launches[:]
-        fake.compute(
-            lambda: None
-        )  # the backup is ordered after it, and so waits for the first step
-        backup = scheduler.backup(device_pages=[1, 2], host_pages=[0, 3])
-        ask(backup, scheduler)
-        with fake.running():
-            backup.result(PATIENCE)
-            assert backup.landed_layers == group.num_layers
-            scheduler.wait_idle(host_pages=range(HOST), timeout=PATIENCE)
-            scheduler.close()
-    followed = traced or ask is not _nobody
-    assert ("copy_layers" in fake.names) == (not followed)
-    assert contents(group.members[0].host, [0, 3]) == wanted
-
-
-def test_a_span_is_bounded_and_a_failed_one_has_landed_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Layers go together up to a number of bytes; when a launch fails, its first layer is the one that did."""
-    group, fake = MADE["packed"]("page_first"), Watching()
-    layer_bytes = 2 * group.members[0].device.spec.layer_bytes
-    monkeypatch.setattr("offload.route_copies.SPAN_BYTES", 2 * layer_bytes)
-    with on_fake_gpu(group, "kernel", fake, monkeypatch, paused=True) as scheduler:
-        del fake.launches[:]
-        fake.compute(lambda: None)
-        backup = scheduler.backup(device_pages=[1, 2], host_pages=[0, 3])
-        fake.fail(1, name="launch", nth=3)  # K and V of layers 0 and 1, then K of 2 and 3
-        with fake.running():
-            with pytest.raises(offload.TransferFailed) as caught:
-                backup.result(PATIENCE)
-            backup.wait_layer(1, PATIENCE)
-            scheduler.close()
-    assert caught.value.layer == 2
-    assert fake.names == ["copy_layers"] * 3
-    assert [launch.args[-1] for launch in fake.launches] == [2, 2, 2]
-
-
 @pytest.mark.parametrize("chunk", [4096, 3 * 4096])
 @pytest.mark.parametrize("layout", [Layout.LAYER_FIRST, Layout.PAGE_FIRST])
 def test_tables_hold_the_addresses_that_the_device_knows(layout: Layout, chunk: int) -> None:
@@ -320,3 +210,18 @@ def test_tables_hold_the_addresses_that_the_device_knows(layout: Layout, chunk: 
         for layer in range(LAYERS):
             assert torch.equal(device.view("kv", layer)[[1, 2]], host.view("kv", layer)[[5, 7]])
     fake.check()
+
+
+@pytest.mark.parametrize("direction", Direction)
+@pytest.mark.parametrize("layout", Layout)
+@pytest.mark.parametrize("axes", ORDERS)
+def test_adopted_orders_are_copied_on_a_gpu(
+    axes: str, layout: Layout, direction: Direction
+) -> None:
+    """Engines' tensors in any order go by every io backend of a GPU that their runs allow."""
+    for name in ("kernel", "staged", "memcpy_batch"):
+        fake = FakeCuda()
+        with on_stream(fake):
+            copied = check_adopted(axes, layout, name, direction, beside=2, moved=fake.run)
+        assert copied or name == "memcpy_batch" or axes == "p h d t"  # its runs are 2 bytes
+        fake.check()

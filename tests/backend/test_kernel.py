@@ -17,15 +17,24 @@ from offload.backend.kernel_shape import Shape
 from offload.core.kinds import IoBackend, Layout
 from offload.core.table import BUILT
 from tests.backend.fake_stream import cells
-from tests.backend.test_matrix import ON_CPU, pools
+from tests.backend.test_matrix import ON_CPU, SPECS, pools
+from tests.test_groups import MADE
 
 ARCHITECTURES = (80, 90, 100)
 
 
+LEAST = {
+    "interpreted": len(cells(IoBackend.KERNEL)) + len(cells(IoBackend.STAGED)),
+    "interpreted_scheduler": 2 * len(MADE) + len(SPECS),
+}
+"""By file, fewer tests than it has: each has its own process."""
+
+
 @pytest.mark.timeout(300)
-def test_every_cell_under_the_interpreter() -> None:
-    """The cases in `interpreted.py` pass, all of them, in a process where Triton interprets."""
-    path = Path(__file__).with_name("interpreted.py")
+@pytest.mark.parametrize("name", LEAST)
+def test_kernels_under_the_interpreter(name: str) -> None:
+    """All cases of a file pass, in a process where Triton interprets."""
+    path = Path(__file__).with_name(f"{name}.py")
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)],
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
@@ -37,7 +46,7 @@ def test_every_cell_under_the_interpreter() -> None:
     assert run.returncode == 0, run.stdout + run.stderr
     passed = re.search(r"(\d+) passed", run.stdout)
     assert passed is not None
-    assert int(passed[1]) >= len(cells(IoBackend.KERNEL)) + len(cells(IoBackend.STAGED))
+    assert int(passed[1]) >= LEAST[name]
     assert "skipped in" not in run.stdout
 
 

@@ -43,6 +43,9 @@ SPECS: dict[str, PoolSpec] = {
     ),
     "mla": PoolSpec.mla(num_layers=LAYERS, page_size=4, latent_dim=36, rope_dim=4),
     "mla_packed": PoolSpec.mla(num_layers=LAYERS, page_size=2, latent_dim=656, dtype=torch.uint8),
+    "mla_fp8": PoolSpec.mla(
+        num_layers=LAYERS, page_size=2, latent_dim=576, rope_dim=64, dtype=torch.float8_e5m2
+    ),
     "rows": PoolSpec.rows(num_layers=LAYERS, page_size=8, row_bytes=132),
     "rows_shared": PoolSpec.rows(num_layers=LAYERS, page_size=8, row_bytes=33, slot_page_size=4),
     "state": PoolSpec.state(
