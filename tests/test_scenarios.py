@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from contextvars import ContextVar
 
 import anyio
@@ -163,7 +162,7 @@ async def test_k10_a_thousand_empty_requests_leave_nothing() -> None:
         assert hooks.ops == []
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(50))
 @on_both
 async def test_k16_a_load_waits_for_what_compute_has_queued(seed: int) -> None:
     """A checksum queued before the load sees the old bytes; a zero-fill queued before does not win."""
@@ -276,28 +275,6 @@ async def test_k24_a_failure_in_the_middle_reaches_all_who_wait() -> None:
         failed = "failed at 2: OSError('no')"
         assert ends == {1: "done", 2: failed, 3: failed}
         assert contents(device, [0], [0, 1]) == before
-
-
-@pytest.mark.parametrize("seed", range(50))
-def test_k26_a_cancel_at_the_moment_of_landing(seed: int) -> None:
-    """However a cancel meets a landing, the request settles once and nothing complains."""
-
-    async def body() -> None:
-        draw = random.Random(seed)
-        async with sim_scheduler(seed=seed, jitter=0.5, ahead=1 + seed % 3) as bed:
-            load = await bed.scheduler.load(host_pages=[1], device_pages=[0])
-            for _ in range(draw.randrange(20)):
-                if draw.random() < 0.3:
-                    await anyio.lowlevel.checkpoint()
-                bed.sim.step()
-            load.cancel()
-            await bed.sim.run_until_idle()
-            assert await outcome(load) in ("done", "cancelled")
-            numbers = bed.scheduler.statistics().load
-            assert numbers.settled == 1
-            assert numbers.cancelled == (state(load) == "cancelled")
-
-    run(body, "trio" if seed % 2 else "asyncio")
 
 
 @on_both
