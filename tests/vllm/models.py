@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+)
 
 VOCABULARY = 512
 LAYERS = 4
@@ -19,6 +27,8 @@ HEAD_DIM = 32
 """The smallest that vLLM's attention on the CPU takes."""
 
 MAX_TOKENS = 1024
+WINDOW = 64
+"""Tokens that a sliding-window layer looks back."""
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -38,6 +48,30 @@ _COMMON: dict[str, Any] = {
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**_COMMON),
     "qwen3": Qwen3Config(**_COMMON),
+    "mistral": MistralConfig(**_COMMON, sliding_window=WINDOW),
+    "gemma3": Gemma3TextConfig(
+        **_COMMON,
+        sliding_window=WINDOW,
+        query_pre_attn_scalar=HEAD_DIM,
+        layer_types=["sliding_attention", "full_attention"] * (LAYERS // 2),
+    ),
+    # 512 + 64 is the only width of a latent row that vLLM takes.
+    "deepseek_v2": DeepseekV2Config(
+        **{key: value for key, value in _COMMON.items() if key != "head_dim"}
+        | {"num_key_value_heads": 4},
+        kv_lora_rank=512,
+        q_lora_rank=64,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+        moe_intermediate_size=32,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=LAYERS,
+    ),
 }
 
 

@@ -83,13 +83,19 @@ class Engine:
             assert time.monotonic() < until, "blocks are still in use"
             self.ask([[1]], count=1)
 
-    def parameters(self, count: int) -> Any:
-        """Return vLLM's parameters of a greedy request for so many tokens."""
+    def parameters(self, count: int, **changes: Any) -> Any:
+        """Return vLLM's parameters of a greedy request for so many tokens, or of one that differs."""
         from vllm import SamplingParams
 
-        return SamplingParams(
-            temperature=0, max_tokens=count, logprobs=TOP, detokenize=False, ignore_eos=True
-        )
+        plain = {"temperature": 0, "logprobs": TOP, "detokenize": False, "ignore_eos": True}
+        return SamplingParams(max_tokens=count, **(plain | changes))
+
+    def quiet(self) -> None:
+        """Step until our connector moves nothing."""
+        until = time.monotonic() + 30
+        while self.scheduler.connector.scheduler.busy:
+            assert time.monotonic() < until, "copies do not end"
+            self.step()
 
     # What follows drives the engine step by step, where a test has to act between two of them.
 
@@ -134,7 +140,8 @@ class Engine:
 
     def host_pools(self) -> list[offload.HostPool]:
         """Return the host memory of our connector."""
-        return [member.host for member in self.connector.worker.scheduler.group.members]
+        group = self.connector.worker.mover.scheduler._shell.group
+        return [member.host for member in group.members]
 
     @property
     def free_blocks(self) -> int:

@@ -109,9 +109,8 @@ def test_a_store_that_fails_is_forgotten(broken: Broken, expected: list[Answer])
 
 def test_a_corrupted_page_changes_the_answer(broken: Broken, expected: list[Answer]) -> None:
     """The comparisons have teeth: one layer of one stored page with other bytes is noticed."""
-    (pair,) = broken.engine.host_pools()
-    page = next(
-        page for page in range(pair.num_pages) if pair.view("k", 1)[page].to(dtype=None).any()
-    )
-    pair.view("k", 1)[page].bitwise_not_()
+    (host,) = broken.engine.host_pools()
+    rows = host.view("k", 1)
+    page = next(page for page in range(host.num_pages) if rows[page].any())
+    rows[page].bitwise_not_()
     assert distance(broken.engine.ask(PROMPTS), expected) > 1e-2

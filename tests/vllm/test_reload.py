@@ -76,7 +76,7 @@ FIRST, REPLY = models.prompt(60, 40), models.prompt(30, 41)
 """A conversation: a prompt, and what is asked after its answer."""
 
 
-@pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
+@pytest.fixture(scope="module", params=list(CASES.values()), ids=list(CASES))
 def run(request: pytest.FixtureRequest, folder: Path) -> Iterator[Run]:
     """Run every batch without a connector, then give an engine with it."""
     case: Case = request.param

@@ -1,0 +1,94 @@
+"""What cannot be served is refused when the engine starts, by one error that says what to set."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import attrs
+import pytest
+
+import offload
+from tests.vllm import models
+from tests.vllm.connect import ours
+from tests.vllm.rig import engine
+
+pytestmark = pytest.mark.vllm
+
+
+@attrs.frozen
+class Refusal:
+    """A configuration, and what is said of it."""
+
+    connector: Mapping[str, Any]
+    error: type[Exception]
+    says: str
+    """A regular expression: what is wrong, and what to set."""
+
+
+REFUSALS: Mapping[str, Refusal] = {
+    "no host size": Refusal(
+        ours(host_blocks=None), offload.RequestError, "needs the size.*'host_gib'.*'host_blocks'"
+    ),
+    "two host sizes": Refusal(ours(host_gib=1), offload.RequestError, "one of them. Got"),
+    "no blocks": Refusal(ours(host_blocks=0), offload.RequestError, "a whole number from 1 up"),
+    "less than a block": Refusal(
+        ours(host_blocks=None, host_gib=1e-7), offload.RequestError, "holds no block.*Set host_gib"
+    ),
+    "more than the machine has": Refusal(
+        ours(host_blocks=None, host_gib=1e6), offload.RequestError, "Set a smaller host_gib"
+    ),
+    "a misspelt key": Refusal(
+        ours(host_block=3), offload.UnknownNameError, "did you mean 'host_blocks'"
+    ),
+    "an unknown layout": Refusal(ours(kv_cache_layout="XYZ"), ValueError, "'XYZ'.*LBHNC"),
+    "an unknown io backend": Refusal(
+        ours(io_backend="kernal"), offload.UnknownNameError, "did you mean 'kernel'"
+    ),
+    "an io backend of another device": Refusal(
+        ours(io_backend="kernel"), offload.UnsupportedPairError, "needs a GPU.*'direct' or 'cpu'"
+    ),
+    "a driver of another device": Refusal(
+        ours(driver="cuda"), offload.RequestError, "Use driver='threads'"
+    ),
+    "another role": Refusal(
+        ours() | {"kv_role": "kv_producer"}, offload.RequestError, "Set kv_role='kv_both'"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_a_wrong_configuration_is_refused_at_start(folder: Path, name: str) -> None:
+    """The engine does not start, and nobody has to read past the first line."""
+    refusal = REFUSALS[name]
+    model = models.save("llama", folder / "start")
+    with pytest.raises(refusal.error, match=refusal.says), engine(model, refusal.connector):
+        pass
+
+
+def test_an_engine_starts_after_a_refused_one(folder: Path) -> None:
+    """What was refused leaves nothing behind: the same process starts one that works."""
+    with engine(models.save("llama", folder / "start"), ours()) as made:
+        assert made.ask([models.prompt(40, 1)])[0].tokens
+
+
+def test_recurrent_models_are_refused() -> None:
+    """Recurrent states are no blocks of tokens. vLLM's CPU build runs no such model, so its spec is asked about."""
+    import torch
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MambaSpec
+
+    from offload.integrations.vllm.checks import check
+
+    states = MambaSpec(block_size=32, shapes=((4, 16),), dtypes=(torch.float32,))
+    caches = KVCacheConfig(8, [], [KVCacheGroupSpec(["layers.0.mixer"], states)])
+    config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(
+            kv_role="kv_both", kv_connector_extra_config={"host_blocks": 8}
+        ),
+        parallel_config=SimpleNamespace(),
+        speculative_config=None,
+    )
+    with pytest.raises(offload.RequestError, match=r"a MambaSpec\. Leave out the connector"):
+        check(config, caches)
