@@ -119,10 +119,14 @@ class Flight:
         layer, self.handed = self.handed, self.handed + 1
         for other in self.behind:
             self.stream.wait(other.events[layer])
+        return layer, self.works(layer)
+
+    def works(self, layer: int) -> Work:
+        """Return the copies of a layer."""
         pairs = [
             (self.source.at(layer, page), self.destination.at(layer, to)) for page, to in self.pages
         ]
-        return layer, Work(pairs, batched=self.batched)
+        return Work(pairs, batched=self.batched)
 
     def issued(self, layer: int, event: Event) -> None:
         self.events[layer] = event

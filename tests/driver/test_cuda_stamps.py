@@ -11,7 +11,7 @@ import torch
 from offload.driver.cuda import CudaDriver
 from offload.driver.cuda_stamps import Stamps
 from offload.testing_cuda import FakeCuda
-from tests.driver.test_cuda import LAYERS, PAGES, Flight, Pool, land, world
+from tests.driver.test_cuda import LAYERS, PAGES, Flight, Pool, Work, land, world
 
 STEP_NS = 1_000
 KERNEL_STEPS = 400
@@ -70,6 +70,34 @@ def test_without_an_event_in_front_it_would(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Stamps, "begin", lambda _: None)
     (first, last), *_ = stamps_behind_compute(0)
     assert last - first > 0.9 * KERNEL_STEPS * STEP_NS
+
+
+class SlowWork(Work):
+    """A copy that the device takes long for, and the host no time to enqueue."""
+
+    def __init__(self, fake: FakeCuda) -> None:
+        super().__init__([], batched=False)
+        self.fake = fake
+
+    def __call__(self) -> None:
+        long_kernel(self.fake)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_copy_is_as_long_as_the_device_takes(
+    monkeypatch: pytest.MonkeyPatch, traced: bool
+) -> None:
+    """Not as long as its enqueueing, which is over before the first byte moves: with a recording, and without."""
+    fake, driver = fake_with_clock(0)
+    flight = Flight(driver, "load", Pool(1), Pool(2), [(0, 0)], traced=traced)
+    monkeypatch.setattr(Flight, "works", lambda self, layer: SlowWork(fake), raising=True)
+    flight.go().issued_all()
+    land(fake, flight)
+    with fake.running():
+        driver.close()
+    lengths = [(end - start) / STEP_NS for start, end in flight.stamps]
+    assert LAYERS * KERNEL_STEPS <= sum(lengths) <= 1.2 * LAYERS * KERNEL_STEPS, lengths
+    assert not traced or min(lengths) >= KERNEL_STEPS
 
 
 @pytest.mark.parametrize("seed", range(4))
