@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -31,6 +32,40 @@ def between_markers() -> str:
 def test_support_matrix_is_what_the_command_prints() -> None:
     """The matrix in the README equals the output of `python -m offload matrix` (`make readme`)."""
     assert between_markers() == matrix()
+
+
+def told() -> dict[tuple[str, str, str, str], str]:
+    """Return what the README says of each (kind, layout, io backend, direction): strategy or reason."""
+    notes = dict(re.findall(r"^\[(\d+)\] (.*)$", between_markers(), re.MULTILINE))
+    found: dict[tuple[str, str, str, str], str] = {}
+    kind, ways, names = "", [""], [""]
+    for line in between_markers().splitlines():
+        if title := re.match(r"(\w+), ([\w ]+) \(", line):
+            kind, ways = str(title[1]), str(title[2]).split(" and ")
+        elif line.startswith("  "):
+            layout, _, *cells = re.split(r" {2,}", line.strip())
+            if layout == "layout":
+                names = cells
+                continue
+            for way in ways:
+                for name, cell in zip(names, cells, strict=True):
+                    found[kind, layout, name, way] = notes.get(cell.strip("[]"), cell)
+    return found
+
+
+def test_support_matrix_is_what_the_json_says() -> None:
+    """Cell by cell, strategies and reasons in the README are those of `matrix --json`."""
+    command = [sys.executable, "-m", "offload", "matrix", "--json"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=50, check=True)
+    cells = json.loads(run.stdout)
+    said = {
+        (cell["kind"], cell["layout"], cell["io_backend"], cell["direction"]): cell["strategy"]
+        if cell["supported"]
+        else cell["reason"]
+        for cell in cells
+    }
+    assert len(said) == len(cells) == 240
+    assert told() == said
 
 
 @pytest.mark.parametrize("code", BLOCKS, ids=lambda code: code.splitlines()[0][:40])
