@@ -126,6 +126,7 @@ class Shell:
         if not isinstance(self.home, Nowhere):
             raise RequestError("a scheduler can be entered once. Call open_scheduler again.")
         self.take_pools(self)
+        self.machine.open()
         self.home = Home()
         self.timer = Timer(self.driver, self.home)
         if self.tracer is not None:

@@ -11,7 +11,7 @@ from offload.core.batch import Piece
 from offload.core.hazards import HazardTable
 from offload.core.kinds import Direction
 from offload.core.request import Pages, Request
-from offload.errors import TransferFailed
+from offload.errors import RequestError, TransferFailed
 
 
 @attrs.define(eq=False)
@@ -26,6 +26,34 @@ class Claims:
     """
 
     tables: Sequence[tuple[HazardTable, HazardTable]]
+
+    _orphans: int = -1
+    """Claims of holders up to this one are nobody's any more, and stay for ever."""
+
+    def open(self) -> int:
+        """Return the youngest holder that ever claimed anything in these tables."""
+        tables = [table for pair in self.tables for table in pair]
+        youngest = max(table.youngest() for table in tables)
+        if any(table.held() for table in tables):
+            self._orphans = youngest
+        return youngest
+
+    def refuse_orphans(self, request: Request) -> None:
+        """Raise for pages that will never be free.
+
+        Raises:
+            RequestError: A scheduler whose device was lost has left bytes in the air there.
+        """
+        if self._orphans < 0:
+            return
+        for member, host_pages, device_pages in request.parts:
+            host, device = self.tables[member]
+            for side, table, ids in (("host", host, host_pages), ("device", device, device_pages)):
+                if min(table.peek(ids, write=True), default=self._orphans + 1) <= self._orphans:
+                    raise RequestError(
+                        f"the {side} pages of this request include some that a scheduler with a lost device "
+                        "had in the air: they are never free again. Use others."
+                    )
 
     def take(self, piece: Piece) -> tuple[list[int], list[int]]:
         """Claim a piece's pages; return whom it must follow, and those among them who write what it reads."""

@@ -127,6 +127,15 @@ class HazardTable:
                 else:
                     del self._reading[holder]
 
+    def youngest(self) -> int:
+        """Return the last holder that claimed anything, alive or not; -1 for nobody. Looks at every page."""
+        with self.mutex:
+            return int(max(self._writer.max(initial=-1), self._reader.max(initial=-1)))
+
+    def held(self) -> bool:
+        """Return whether anybody holds any page."""
+        return bool(self._counter.any())
+
     def last_writer(self, page: int) -> int:
         """Return who claimed a page for writing last, alive or not; -1 for nobody."""
         return int(self._writer[page])

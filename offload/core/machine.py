@@ -121,6 +121,10 @@ class Machine:
         self.budget = Budget(self.limits)
         self.claims = Claims(self.tables)
 
+    def open(self) -> None:
+        """Number requests after all that ever used these tables: they tell old from young by number."""
+        self._last_id = max(self._last_id, self.claims.open())
+
     def new_id(self) -> int:
         """Return the next id for a request or a streaming layer."""
         self._last_id += 1
@@ -187,6 +191,7 @@ class Machine:
 
     def _submit(self, request: Request) -> None:
         load = request.direction is Direction.LOAD
+        self.claims.refuse_orphans(request)
         if load and self._streaming:
             refuse_endless_wait(request, self._pieces, self.claims)
         piece = Piece(request.id, request, 0, self.num_layers, request.blockers)

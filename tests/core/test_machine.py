@@ -1274,3 +1274,51 @@ def test_any_order_of_events_keeps_every_promise(seed: int) -> None:
     for _ in range(150):
         world.step()
     world.wind_down()
+
+
+# Tables that were used before ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("first", ["load", "backup"])
+def test_requests_are_younger_than_all_that_used_their_tables_before(first: str) -> None:
+    """A machine on used tables keeps the order of readers and writers of a page that others wrote, or read."""
+    used = Rig()
+    for _ in range(9):
+        used.backup([0], [5])
+        used.load([5], [0])
+    used.finish()
+    rig = Rig()
+    rig.host, rig.device = used.host, used.device
+    rig.machine = Machine(LAYERS, [(rig.host, rig.device)])
+    rig.machine.open()
+    load = ("load", [5], [1])
+    backup = ("backup", [2], [5])
+    one, other = (load, backup) if first == "load" else (backup, load)
+    a, b = submit(rig, one), submit(rig, other)
+    assert a == 19
+    rows = rig.do(Flush())
+    assert [row[2] for row in rows] == [[a]]
+    rig.finish()
+    assert rig.settled == {a: State.DONE, b: State.DONE}
+
+
+@pytest.mark.parametrize("side", ["host", "device"])
+@pytest.mark.parametrize("direction", ["load", "backup", "streaming"])
+def test_pages_that_a_lost_scheduler_holds_are_refused(side: str, direction: str) -> None:
+    """Claims that nobody will ever release are named at submit, and the pages beside them work."""
+    lost = Rig()
+    lost.load([5], [0])
+    lost.do(Flush())
+    rig = Rig()
+    rig.host, rig.device = lost.host, lost.device
+    rig.machine = Machine(LAYERS, [(rig.host, rig.device)])
+    rig.machine.open()
+    host, device = ([6, 5], [1, 2]) if side == "host" else ([6, 7], [1, 0])
+    kind = Direction.LOAD if direction == "load" else Direction.BACKUP
+    with pytest.raises(RequestError, match=f"the {side} pages of this request"):
+        rig.do(rig.request(kind, host, device, streaming=direction == "streaming"))
+    assert not rig.host.busy(np.array([6]))
+    fine = rig.load([6], [1])
+    rig.do(Flush())
+    rig.do(Landed(1, LAYERS))
+    assert rig.settled[fine] is State.DONE
