@@ -41,9 +41,9 @@ def told() -> dict[tuple[str, str, str, str], str]:
     kind, ways, names = "", [""], [""]
     for line in between_markers().splitlines():
         if title := re.match(r"(\w+), ([\w ]+) \(", line):
-            kind, ways = str(title[1]), str(title[2]).split(" and ")
+            kind, ways = title[1], title[2].split(" and ")
         elif line.startswith("  "):
-            layout, _, *cells = re.split(r" {2,}", line.strip())
+            layout, _, *cells = (str(each) for each in re.split(r" {2,}", line.strip()))
             if layout == "layout":
                 names = cells
                 continue
