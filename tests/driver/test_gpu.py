@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offload import DevicePool, HostPool, PoolSpec, start_scheduler
+from offload import DevicePool, HostPool, PoolSpec, Tracer, start_scheduler
 from offload.core.kinds import Layout
 from offload.core.strategy import HOST_ONLY
 from offload.core.table import BUILT
 from offload.driver.cuda import CudaDriver
+from offload.driver.cuda_torch import TorchCuda
 from offload.errors import RequestError, UnsupportedPairError
 
 pytestmark = pytest.mark.gpu
@@ -106,3 +107,56 @@ def test_own_streams_are_apart() -> None:
     handles = {stream.raw.cuda_stream for stream in (load, backup)}  # type: ignore[attr-defined]
     assert len(handles | {torch.cuda.current_stream().cuda_stream}) == 3
     driver.close()
+
+
+def test_a_copy_lane_shows_the_copy_and_not_what_it_waited_for() -> None:
+    """Behind a slow kernel a traced load starts when that is over, and is as long as its bytes take."""
+    device, host = pools("mha", Layout.PAGE_FIRST_DIRECT)
+    tracer = Tracer()
+    with start_scheduler(device, host, io_backend="direct", tracer=tracer) as scheduler:
+        scheduler.load(host_pages=[0], device_pages=[0], after=()).result(timeout=PATIENCE)
+        before = tracer.clock()
+        torch.cuda._sleep(400_000_000)  # type: ignore[no-untyped-call]
+        scheduler.load(host_pages=[1], device_pages=[1]).result(timeout=PATIENCE)
+        after = tracer.clock()
+    slept = tracer.timeline().copies[-device.num_layers :]
+    assert all(before < copy.start <= copy.end <= after + 100_000 for copy in slept)
+    assert sum(copy.end - copy.start for copy in slept) < (after - before) / 10
+    assert slept[0].start - before > (after - before) / 2
+
+
+def test_copies_on_the_host_clock_agree_with_it() -> None:
+    """A long copy's time by its events is about the time by which the host sees it, on one clock for seconds."""
+    spec = PoolSpec.rows(num_layers=2, page_size=1, row_bytes=1 << 20)
+    device = DevicePool.allocate(spec, num_pages=256, device="cuda")
+    host = HostPool.like(device, num_pages=256, layout=Layout.PAGE_FIRST_DIRECT)
+    tracer = Tracer()
+    with start_scheduler(device, host, io_backend="direct", tracer=tracer) as scheduler:
+        for _ in range(12):
+            before = tracer.clock()
+            load = scheduler.load(host_pages=range(256), device_pages=range(256), after=())
+            load.result(timeout=PATIENCE)
+            after = tracer.clock()
+            copies = tracer.timeline().copies[-2:]
+            assert before <= copies[0].start <= copies[1].start
+            assert after - 2_000_000 <= copies[1].end <= after + 100_000
+            torch.cuda._sleep(300_000_000)  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()
+
+
+def test_nobody_records_no_event_has_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a recording every event is made with its timing disabled."""
+    made: list[bool] = []
+    new_event = TorchCuda.new_event
+
+    def noted(self: TorchCuda, *, timing: bool) -> object:
+        made.append(timing)
+        return new_event(self, timing=timing)
+
+    monkeypatch.setattr(TorchCuda, "new_event", noted)
+    device, host = pools("rows", Layout.PAGE_FIRST)
+    with start_scheduler(device, host, io_backend="direct") as scheduler:
+        scheduler.load(host_pages=[0], device_pages=[0]).result(timeout=PATIENCE)
+        assert scheduler.statistics().load.busy_s > 0
+    assert made
+    assert not any(made)
