@@ -36,6 +36,7 @@ def check(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Settings:
             f"OffloadConnector has kv_role={transfer.kv_role!r}, and it stores and loads for one engine. "
             "Set kv_role='kv_both'."
         )
+    _check_prefixes(vllm_config)
     _check_parallel(vllm_config)
     _check_drafts(vllm_config)
     _check_groups(kv_cache_config)
@@ -45,6 +46,26 @@ def check(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Settings:
 def memory_bytes() -> int:
     """Return how much memory this machine has."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _check_prefixes(vllm_config: VllmConfig) -> None:
+    """Refuse where vLLM computes prompts whole: such attention reads nothing that was cached before."""
+    if (
+        not vllm_config.cache_config.enable_prefix_caching
+        and not vllm_config.scheduler_config.enable_chunked_prefill
+    ):
+        raise RequestError(
+            "OffloadConnector brings back prefixes, and vLLM runs this model with neither prefix caching nor "
+            "chunked prefill: its attention would not read what was loaded. Set --enable-prefix-caching or "
+            "--enable-chunked-prefill; where vLLM turns both off by itself, as for latent attention on a CPU, "
+            "leave out the connector."
+        )
+    model = vllm_config.model_config
+    if model is not None and getattr(model, "enable_sleep_mode", False):
+        raise RequestError(
+            "OffloadConnector does not carry sleep mode: sleep gives up the KV caches while copies of them are "
+            "under way. Leave out --enable-sleep-mode."
+        )
 
 
 def _check_parallel(vllm_config: VllmConfig) -> None:
