@@ -508,15 +508,16 @@ def test_a_failed_copy_fails_its_flight_alone_after_what_was_enqueued() -> None:
         assert driver.lost is None
 
 
+@pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("sticky", [False, True])
-def test_whichever_call_fails_every_flight_ends_once(sticky: bool) -> None:
+def test_whichever_call_fails_every_flight_ends_once(sticky: bool, traced: bool) -> None:
     """For each call in turn: nothing hangs, nothing is told twice, and a sticky error is a loss."""
     for nth in range(1, 40):
         fake = FakeCuda(nth)
         compute = fake.new_stream()
         driver = CudaDriver(0, calls=fake)
         flights = [
-            Flight(driver, name, Pool(1), Pool(2), [(page, page)])
+            Flight(driver, name, Pool(1), Pool(2), [(page, page)], traced=traced)
             for page, name in enumerate(("load", "backup", "load"))
         ]
         fake.fail(700 if sticky else 1, nth=nth, sticky=sticky)

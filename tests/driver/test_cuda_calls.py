@@ -58,6 +58,48 @@ def test_the_lint_sees_the_seam() -> None:
     assert "torch.cuda.Event" in goes_around(SEAM)
 
 
+def across_a_pause(path: Path) -> list[int]:
+    """Return the lines of blocks that make a stream current and hold an `await` or a `yield`."""
+    blocks = (
+        node
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.With | ast.AsyncWith)
+        and any(".using(" in ast.unparse(item.context_expr) for item in node.items)
+    )
+    pauses = ast.Await | ast.Yield | ast.YieldFrom | ast.AsyncFor | ast.AsyncWith
+    return [
+        block.lineno
+        for block in blocks
+        if any(isinstance(node, pauses) for line in block.body for node in ast.walk(line))
+    ]
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_stream_stays_current_across_a_pause(path: Path) -> None:
+    """A current stream belongs to a thread: whoever ran in a pause would enqueue on it."""
+    assert across_a_pause(path) == []
+
+
+def test_the_lint_sees_a_pause(tmp_path: Path) -> None:
+    """The check above finds something where there is something."""
+    wrong = tmp_path / "wrong.py"
+    wrong.write_text("async def f(calls, raw, x):\n    with calls.using(raw):\n        await x\n")
+    assert across_a_pause(wrong) == [2]
+
+
+UNWANTED = {
+    "record_stream": "it delays reuse as the allocator likes; a batch keeps its tensors itself",
+    "LaunchHostFunc": "it blocks its stream, may call no CUDA, and needs the interpreter lock",
+}
+
+
+@pytest.mark.parametrize("name", UNWANTED)
+def test_calls_that_are_not_used(name: str) -> None:
+    """Nobody uses what the driver has a better way for."""
+    users = [path for path in ROOT.rglob("*.py") if name in path.read_text(encoding="utf-8")]
+    assert users == [], UNWANTED[name]
+
+
 Function = Callable[..., int]
 _BATCH = ctypes.CFUNCTYPE(
     ctypes.c_int,
