@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 PINS := pyproject.toml constraints.txt
 pin = $(shell grep "^$(1)==" constraints.txt)
 
-.PHONY: all demo test lint types format bench soak mutants readers vllm readme wheel oldest freeze clean
+.PHONY: all demo test lint types format bench soak mutants readers vllm vllm-bench readme wheel oldest freeze clean
 all: lint types test
 
 $(BIN)/python:
@@ -88,6 +88,9 @@ $(VLLM)/stamp-packages: pyproject.toml constraints.txt constraints-vllm.txt
 
 vllm: $(VLLM)/stamp-packages
 	$(VLLM_ENV) $(VLLM)/bin/python -m pytest --forbid-skips tests/vllm $(ARGS)
+
+vllm-bench: $(VLLM)/stamp-packages
+	$(VLLM)/bin/python -m bench.vllm_ttft $(ARGS)
 
 wheel: $(VENV)/stamp-packages
 	rm -rf dist

@@ -7,6 +7,7 @@ A script asks one question, takes `--quick` and `--json FILE`, and writes
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import subprocess
 import sys
@@ -18,8 +19,10 @@ OUT = Path("out/bench")
 
 
 def scripts() -> dict[str, Path]:
-    """Return the scripts by name: the modules of this folder that can be run."""
+    """Return the scripts by name: the modules of this folder that can be run, in this environment."""
     found = sorted(FOLDER.glob("[!_]*.py"))
+    if importlib.util.find_spec("vllm") is None:  # `make vllm-bench` has an environment with it
+        found = [path for path in found if not path.stem.startswith("vllm_")]
     return {path.stem: path for path in found if '"__main__"' in path.read_text(encoding="utf-8")}
 
 
