@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 
-from offload.driver.loops import poster, running_on_asyncio
+from offload.driver.loops import poster, running_on_asyncio, signals
 from offload.errors import RequestError
 
 
@@ -21,6 +21,7 @@ class Home:
         self._thread = threading.get_ident()
         self._process = os.getpid()
         self._post = poster()
+        self.signal = signals()
         self._asyncio = asyncio.get_running_loop() if running_on_asyncio() else None
 
     @property

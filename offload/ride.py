@@ -16,15 +16,15 @@ has landed stays landed, whatever becomes of the rest.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
-import anyio
 import attrs
 
 from offload.core.batch import Piece, State
 from offload.core.kinds import Direction
 from offload.core.request import Request
 from offload.driver.base import Event
+from offload.driver.loops import Signal
 from offload.errors import RequestError, TransferCancelled, TransferFailed
 from offload.flight import Flight
 from offload.submit import Hold
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 SETTLED = -1
 RELEASED = -2
 """What a task may wait for besides a layer: the outcome, or that the pages are free of traffic."""
+
+Waiter: TypeAlias = tuple[int, Signal]
+"""What a task waits for, and how it is woken."""
 
 
 @attrs.define(eq=False, repr=False)
@@ -86,7 +89,9 @@ class Ride:
     _by_layer: bool = False
     """Whether somebody has waited for a single layer of it."""
 
-    _waiters: list[tuple[int, anyio.Event]] = attrs.field(factory=list)
+    _waiters: list[Waiter] | None = None
+    """Made for the first one: most requests are never waited for while they are queued."""
+
     _joined: list[Ride] | None = None
     """Those that ride on this one's copies."""
 
@@ -287,8 +292,10 @@ class Ride:
         """Whether a task waits for it, or for one that rides on it."""
         return bool(self._waiters) or self._joined is not None
 
-    def enter(self, waiter: tuple[int, anyio.Event]) -> None:
+    def enter(self, waiter: Waiter) -> None:
         """Let a task wait: it is woken when what it waits for may have come."""
+        if self._waiters is None:
+            self._waiters = []
         self._waiters.append(waiter)
         if waiter[0] >= 0:
             self.follow_layers()
@@ -297,17 +304,17 @@ class Ride:
                 if flight is not None:
                     flight.watched = flight.issue_watched = True
 
-    def leave(self, waiter: tuple[int, anyio.Event]) -> None:
+    def leave(self, waiter: Waiter) -> None:
         """Let a task go that no longer waits, or was woken."""
-        if waiter in self._waiters:
+        if self._waiters and waiter in self._waiters:
             self._waiters.remove(waiter)
 
     def wake(self, layers: int | None = None) -> None:
         """Let tasks look again that wait for a layer below `layers`; None: for anything."""
-        for waiter in self._waiters[:]:
+        for waiter in self._waiters[:] if self._waiters else ():
             if layers is None or 0 <= waiter[0] < layers:
                 waiter[1].set()
-                self._waiters.remove(waiter)
+                self.leave(waiter)
         for rider in self._joined or ():
             rider.wake(layers)
 

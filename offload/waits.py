@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import anyio
 from anyio.lowlevel import checkpoint
 
 from offload.acts import refuse_waiting
@@ -23,19 +22,20 @@ async def until(ride: Ride, what: int, reached: Callable[[], bool]) -> bool:
     """
     shell = ride.shell
     shell.home.check("await", "wait_layer, wait_issued, wait_source_reusable or result")
-    await checkpoint()
     suspended = False
     while not reached() and (what == RELEASED or not ride.over()):
         refuse_waiting(ride)
-        suspended = True
-        waiter = (what, anyio.Event())
+        waiter = (what, shell.home.signal())
         ride.enter(waiter)
         try:
             if reached():  # what flights published before they knew of the waiter
                 break
+            suspended = True
             await waiter[1].wait()
         finally:
             ride.leave(waiter)
+    if not suspended:
+        await checkpoint()
     return suspended
 
 
