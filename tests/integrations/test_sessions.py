@@ -110,6 +110,23 @@ def test_a_failed_load_raises_in_the_forward_and_can_be_tried_again(name: str) -
     anyio.run(body)
 
 
+def test_each_part_of_a_layer_waits_for_its_bytes() -> None:
+    """Index keys may be written before K and V: they too come behind the load, or fail with it."""
+    hooks = Hooks()
+
+    async def body() -> None:
+        async with rig("deepseek_v32", torch.float32, driver=ThreadsDriver(hooks=hooks)) as r:
+            session = await evicted(r)
+            hooks.fail(OSError("no such page"), stream="load", layer=0, nth=1)
+            transfer = await session.load()
+            with pytest.raises(offload.TransferFailed):
+                await transfer
+            with session.use() as cache, pytest.raises(offload.TransferFailed):
+                cache.update_indexer(torch.zeros(1, 1, 8), 0)
+
+    anyio.run(body)
+
+
 def test_a_load_that_failed_unseen_is_reported_by_the_next_backup() -> None:
     """A failed load that no forward met raises from `evict`, and leaves the session evicted."""
     hooks = Hooks()
@@ -219,6 +236,29 @@ def test_a_session_in_use_is_not_moved() -> None:
             session.close()
             with pytest.raises(offload.RequestError, match="closed"):
                 await session.load()
+
+    anyio.run(body)
+
+
+@pytest.mark.parametrize("name", ["llama", "jamba"])
+def test_a_session_is_not_closed_under_a_backup(name: str) -> None:
+    """Pages that are being written stay the session's until that is done."""
+    hooks = Hooks()
+
+    async def body() -> None:
+        async with rig(name, torch.float32, driver=ThreadsDriver(hooks=hooks)) as r:
+            before = free_pages(r)
+            session = r.sessions.open(max_tokens=20)
+            await r.use(session, ids(5, seed=1))
+            gate = hooks.gate(stream="backup")
+            async with anyio.create_task_group() as group:
+                group.start_soon(session.backup)
+                await anyio.wait_all_tasks_blocked()
+                with pytest.raises(offload.RequestError, match="being backed up"):
+                    session.close()
+                gate.open()
+            session.close()
+            assert free_pages(r) == before
 
     anyio.run(body)
 

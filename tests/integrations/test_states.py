@@ -397,6 +397,29 @@ def test_what_a_session_with_states_cannot_do_raises(what: str) -> None:
     anyio.run(body)
 
 
+@pytest.mark.parametrize("moved", [False, True])
+def test_later_states_take_the_dtype_of_the_first(moved: bool) -> None:
+    """As in transformers: what the first forward wrote decides, here and after a load."""
+
+    async def body() -> None:
+        async with rig("jamba", torch.float32) as r:
+            session = r.sessions.open(max_tokens=80)
+            with session.use() as cache:
+                await r.logits(cache, ids(3, seed=1))
+            if moved:
+                await session.evict()
+                await (await session.load())
+            with session.use() as cache, torch.inference_mode():
+                held = cache.get_recurrent_state(0)
+                assert held is not None
+                state = held.double() + 0.1
+                assert torch.equal(cache.update_recurrent_state(state, 0), state.float())
+                for layer in (1, 2, 3):
+                    cache.residency.reach(layer)
+
+    anyio.run(body)
+
+
 def test_a_state_that_was_not_measured_is_refused() -> None:
     """A conv model that came to write a recurrent state would lose it: it raises."""
 

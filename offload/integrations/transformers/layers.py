@@ -96,9 +96,7 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Count the tokens when the last layer has written each part that it keeps, in any order."""
         if not self._last:
             return
-        if part in self._written:
-            self._written.clear()  # by a forward that stopped between two parts
-        self._written.add(part)
+        self._written.add(part)  # again, if a forward stopped between two parts
         if len(self._written) == self._num_parts:
             self._written.clear()
             self._residency.ledger.commit(end)

@@ -210,6 +210,8 @@ class Session:
         Raises:
             RequestError: A forward is using the session, or a coroutine is moving it.
         """
+        if self._backing_up.locked() and self._busy is None:
+            raise RequestError("the session is being backed up; it cannot be closed now")
         with self._exclusively("closed"):
             if self.resident:
                 self._release_device()
