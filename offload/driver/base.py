@@ -16,6 +16,7 @@ The life of a flight on a stream:
 2. `flight.prepare()`        stream's thread, once: plans the batch. May raise: then `failed` and `ended`.
 3. `flight.next_layer()`     stream's thread: the work of the next layer, or None when the flight may not go
                              on yet (`kick` says that it may again) or has nothing left.
+                             A work that covers several layers goes under the number of its last.
 4. `flight.issued(l, event)` stream's thread: layer `l` is enqueued and `event` marks its end.
 5. `flight.landed(l, ...)`   the thread that sees it, in stream order: the bytes of layer `l` are there.
    `flight.failed(l, error)` the same, when the copy raised. Nothing of this flight is enqueued after it.
