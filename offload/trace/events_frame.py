@@ -36,6 +36,7 @@ class Frame:
     requests: Mapping[int, Request]
     by_issue: Sequence[int]
     """Indices of the copies whose enqueueing was stamped, in its order."""
+    _told: dict[tuple[int, ...], str] = attrs.field(factory=dict, init=False)
 
     @classmethod
     def of(cls, timeline: Timeline, pid: int, shift_ns: int) -> Frame:
@@ -52,8 +53,14 @@ class Frame:
             sorted(stamped, key=lambda index: copies[index].issue),
         )
 
-    def named(self, requests: Sequence[int]) -> str:
+    def named(self, requests: tuple[int, ...]) -> str:
         """Return the args that name requests and show the labels their callers gave them."""
+        told = self._told.get(requests)  # all layers of a batch ask for the same
+        if told is None:
+            told = self._told[requests] = self._name(requests)
+        return told
+
+    def _name(self, requests: tuple[int, ...]) -> str:
         if not requests:
             return ""
         ids = requests[:NAMED_REQUESTS]
