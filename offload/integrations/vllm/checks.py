@@ -106,6 +106,12 @@ def _check_groups(kv_cache_config: KVCacheConfig) -> None:
             f"({kinds}). Set --disable-hybrid-kv-cache-manager, which keeps sliding-window layers whole; "
             "models with recurrent layers need it on, and cannot be offloaded."
         )
+    hashed, block = kv_cache_config.hash_block_size, groups[0].kv_cache_spec.block_size
+    if hashed not in (None, block):
+        raise RequestError(
+            f"OffloadConnector needs one hash per block, and a block has {block} tokens and a hash {hashed}. "
+            "Leave out --prefix-match-unit."
+        )
     for spec in _layer_specs(groups[0].kv_cache_spec):
         if not isinstance(spec, (FullAttentionSpec, SlidingWindowSpec)):
             raise RequestError(

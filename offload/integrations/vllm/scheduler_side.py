@@ -10,7 +10,7 @@ import attrs
 from offload import RequestError
 from offload.integrations.vllm.index import HostIndex
 from offload.integrations.vllm.messages import Outcomes, StepPlan
-from offload.integrations.vllm.plan import Asking, Planner, Tally
+from offload.integrations.vllm.plan import Asking, Holds, Planner, Tally
 from offload.integrations.vllm.settings import Settings
 
 
@@ -75,16 +75,17 @@ class SchedulerSide:
     settings: Settings
     block_size: int
     num_ranks: int
-    _pool: BlockPool[Block] | None = None
+    _holds: Holds | None = None
+    _null_block: int = 0
     _num_blocks: int | None = None
     _planner: Planner | None = None
     _counted_evictions: int = 0
 
     # Before serving --------------------------------------------------------------------------------------
 
-    def bind(self, pool: BlockPool[Block]) -> None:
+    def bind(self, pool: BlockPool[B]) -> None:
         """Take vLLM's block pool."""
-        self._pool = pool
+        self._holds, self._null_block = PoolHolds(pool), pool.null_block.block_id
 
     def ranks_have(self, num_host_blocks: Iterable[int]) -> None:
         """Take the host size of every rank; the smallest counts, as a page is the same number on all."""
@@ -98,25 +99,25 @@ class SchedulerSide:
             RequestError: vLLM has not said what it needs to know.
         """
         if self._planner is None:
-            if self._pool is None or self._num_blocks is None:
+            if self._holds is None or self._num_blocks is None:
                 raise RequestError(
                     "vLLM has given OffloadConnector no block pool or no host size before its first request. "
                     "It needs vLLM 0.32 or later, and workers that registered their KV caches."
                 )
             self._planner = Planner(
                 HostIndex(self._num_blocks),
-                PoolHolds(self._pool),
+                self._holds,
                 self.block_size,
                 self.num_ranks,
                 self.settings.store,
-                self._pool.null_block.block_id,
+                self._null_block,
             )
         return self._planner
 
     @property
     def ready(self) -> bool:
         """Whether everything was said that is needed to decide."""
-        return self._pool is not None and self._num_blocks is not None
+        return self._holds is not None and self._num_blocks is not None
 
     # Serving -------------------------------------------------------------------------------------------------
 

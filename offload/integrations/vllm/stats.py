@@ -96,26 +96,29 @@ class OffloadPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._families: dict[str, Any] = {
+        families: dict[str, Any] = {
             name: self._counter_cls(
                 name=f"vllm:offload_{name}_total", documentation=text, labelnames=labelnames
             )
             for name, text in COUNTERS.items()
-        } | {
-            name: self._gauge_cls(
+        }
+        for name, text in GAUGES.items():
+            families[name] = self._gauge_cls(
                 name=f"vllm:offload_{name}",
                 documentation=text,
                 labelnames=labelnames,
                 multiprocess_mode="mostrecent",
             )
-            for name, text in GAUGES.items()
+        self._children = {
+            (engine, name): family.labels(*values)
+            for engine, values in per_engine_labelvalues.items()
+            for name, family in families.items()
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add an interval's numbers."""
-        values = self.per_engine_labelvalues[engine_idx]
         for name, number in transfer_stats_data.items():
-            child = self._families[name].labels(*values)
+            child = self._children[engine_idx, name]
             if name in GAUGES:
                 child.set(number)
             else:
