@@ -237,3 +237,44 @@ def test_counters_of_a_run_end_at_zero(tmp_path: Path) -> None:
         assert any(any(one.values()) for one in values)
         assert not any(values[-1].values())
         assert all(value >= 0 for one in values for value in one.values())
+
+
+@BACKENDS
+def test_a_real_copy_has_its_real_length(backend: str, tmp_path: Path) -> None:
+    """A copy of 20 ms is 20,000 us long in the file, between its request's submit and the end of the wait for it."""
+    tracer, hooks = offload.Tracer(), Hooks()
+    hooks.delay(0.02, layer=0)
+
+    async def body() -> None:
+        driver = ThreadsDriver(hooks=hooks)
+        async with offload.open_scheduler(*pools(), driver=driver, tracer=tracer) as scheduler:
+            load = await scheduler.load(host_pages=[0], device_pages=[0])
+            await load.layer(0)
+            await load
+
+    anyio.run(body, backend=backend)
+    path = tracer.export(tmp_path / "run.json")
+    copy, wait = by_category(path, "load")[0], by_category(path, "await")[0]
+    submit = next(e for e in by_category(path, "request") if e["name"] == "request")
+    assert 20_000 <= copy["dur"] + 0.001 <= 200_000
+    native = tracer.timeline().copies[0]
+    assert round(1000 * copy["dur"]) + 1 == native.end - native.start
+    ended = next(e for e in read(path)["traceEvents"] if e["ph"] == "e" and e["cat"] == wait["cat"])
+    assert submit["ts"] <= copy["ts"] <= copy["ts"] + copy["dur"] <= ended["ts"]
+
+
+@BACKENDS
+def test_a_second_is_a_million_microseconds(backend: str, tmp_path: Path) -> None:
+    """Two loads a virtual second apart are that far apart in the file, whatever clock the driver has."""
+    tracer = offload.Tracer()
+
+    async def body() -> None:
+        sim = SimDriver()
+        async with offload.open_scheduler(*pools(), driver=sim, tracer=tracer) as scheduler:
+            for page in range(2):
+                await scheduler.load(host_pages=[page], device_pages=[page])
+                await sim.advance(1.0)
+
+    anyio.run(body, backend=backend)
+    starts = [e["ts"] for e in by_category(tracer.export(tmp_path / "run.json"), "load")]
+    assert starts[LAYERS] - starts[0] == pytest.approx(1_000_000, abs=1)
