@@ -23,7 +23,7 @@ def cancel(ride: Ride) -> None:
     """Cancel a request; see `Transfer.cancel`. Any thread."""
     shell = ride.shell
     shell.home.check_process("cancel")
-    here = shell.home.here
+    here = shell.home.here and not shell.deciding
     if here:
         shell.take_inbox()
     if not ride.decide(State.CANCELLED):

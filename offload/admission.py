@@ -34,6 +34,7 @@ def admit(shell: Shell, submission: Submission) -> Transfer:
         RequestError: It could only wait for ever. Nothing was queued.
     """
     shell.take_inbox()
+    shell.refuse_closed()
     ride = (_join(shell, submission) if submission.join else None) or _enter(shell, submission)
     if submission.deadline is not None and not ride.settled:
         ride.alarm = shell.timer.call_at(submission.deadline, lambda: expire(ride))
@@ -63,20 +64,13 @@ def _enter(shell: Shell, submission: Submission) -> Ride:
 
 
 def _start(shell: Shell, ride: Ride) -> None:
-    """Tell the machine of a request; it may settle at once."""
-    request = ride.request
-    shell.rides[request.id] = ride
-    try:
-        commands = shell.machine.handle(request)
-    except BaseException:
-        del shell.rides[request.id]
-        raise
-    shell.counters.of(request.direction).admit()
-    shell.obey(commands)
+    """Queue a request, and let it wait for what it must wait for outside the machine."""
+    shell.submit(ride)
+    number = ride.request.id
     if ride.hold is not None:
-        ride.hold.pieces.append(request.id)
+        ride.hold.pieces.append(number)
     for mark in ride.marks:
-        mark.watch(lambda: shell.post(lambda: shell.handle(Unblock(request.id))))
+        mark.watch(lambda: shell.post(lambda: shell.handle(Unblock(number))))
 
 
 def _complete(shell: Shell, ride: Ride) -> None:

@@ -184,6 +184,21 @@ class GeometryError(OffloadError, ValueError):
         return error
 
 
+def told(error: BaseException) -> str:
+    """Return an error's repr, or its name where that cannot be had: it is not ours, and may do anything."""
+    try:
+        return repr(error)
+    except Exception:  # noqa: BLE001 - the error's own fault
+        return type(error).__name__
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - the same
+        return ""
+
+
 class RequestError(OffloadError, ValueError):
     """A call whose arguments cannot be served. Nothing was queued and no byte moved."""
 
@@ -284,13 +299,12 @@ class TransferFailed(OffloadError):
         self.layer = layer
         """The layer whose copy raised, where that is known."""
         at = "" if layer is None else f" at layer {layer}"
-        why = "" if cause is None else f": {type(cause).__name__}: {cause}".rstrip(": ")
+        why = "" if cause is None else f": {type(cause).__name__}: {_text(cause)}".rstrip(": ")
         super().__init__(
             f"{transfer} failed{at}{why}. Layers that had landed are usable; "
             "its pages stay locked until the copies already issued have landed."
         )
         self.__cause__ = cause
-
 
     @classmethod
     def source(cls, transfer: str, text: str) -> TransferFailed:

@@ -8,6 +8,7 @@ import attrs
 
 from offload.core.batch import State
 from offload.counters import Counters
+from offload.errors import told
 from offload.logs import SLOW_NS, RateLimited
 from offload.ride import Ride
 from offload.trace import ASYNC_LANE, OpenRequest, Tracer
@@ -43,7 +44,8 @@ class Ledger:
         self.counters.of(ride.direction).settle(failed=failed, cancelled=cancelled)
         now, tracer = self.clock(), self.tracer
         if state is State.FAILED:
-            self._failures.warning("%r failed: %r", ride, failed)
+            why = None if failed is None else told(failed)
+            self._failures.warning("%r failed: %s", ride, why)
         elif ride.issued_ns and now - ride.issued_ns > SLOW_NS:
             self._slow.warning("%r took %.1f s", ride, (now - ride.issued_ns) / 1e9)
         if tracer is not None and tracer.active:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import threading
 from collections.abc import Callable
 
@@ -23,6 +24,7 @@ class Home:
         self._post = poster()
         self.signal = signals()
         self._asyncio = asyncio.get_running_loop() if running_on_asyncio() else None
+        self._trio = None if self._asyncio is not None else _trio_token()
 
     @property
     def here(self) -> bool:
@@ -71,18 +73,23 @@ class Home:
                 f"{call} was called on another thread than the scheduler's event loop. Use "
                 f"{instead or 'scheduler.from_thread.' + call}, which works from any thread."
             )
+        if not self._running():
+            raise RequestError(
+                f"{call} was called on another event loop than the scheduler's. A scheduler "
+                "belongs to the loop that opened it; open one per loop."
+            )
+
+    def _running(self) -> bool:
+        """Return whether our loop runs on this thread; or none does, and ours may go on."""
         if self._asyncio is not None:
             try:
-                same = asyncio.get_running_loop() is self._asyncio
-            except RuntimeError:
-                same = (
-                    not self._asyncio.is_closed()
-                )  # between two callbacks of a loop that we drive
-            if not same:
-                raise RequestError(
-                    f"{call} was called on another event loop than the scheduler's. A scheduler "
-                    "belongs to the loop that opened it; open one per loop."
-                )
+                running = asyncio.get_running_loop()
+            except RuntimeError:  # none does: we may be between two callbacks of ours
+                running = None
+            if running is not None:
+                return running is self._asyncio
+        token = _trio_token()
+        return token is self._trio if token is not None else not self.closed
 
     @property
     def forked(self) -> bool:
@@ -101,6 +108,18 @@ class Home:
                 f"{self._process}, and its threads did not come along when that forked. Open a "
                 "scheduler in this process."
             )
+
+
+def _trio_token() -> object:
+    """Return what stands for the trio loop that runs on this thread; None when there is none."""
+    if "trio" not in sys.modules:
+        return None
+    import trio.lowlevel
+
+    try:
+        return trio.lowlevel.current_trio_token()
+    except RuntimeError:
+        return None
 
 
 def _nothing() -> None:

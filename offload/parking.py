@@ -8,12 +8,15 @@ can be neither lost nor taken twice.
 from __future__ import annotations
 
 import itertools
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import Protocol
 
 import attrs
 
 from offload.core.budget import Budget
+
+_SWEEP = 256
+"""Places that were left, below which a sweep is not worth it."""
 
 
 class Settable(Protocol):
@@ -89,6 +92,9 @@ class Line:
         if not place.left:
             place.left = True
             self._size -= 1
+            if len(self._heap) > _SWEEP and len(self._heap) > 2 * self._size:
+                self._heap = [entry for entry in self._heap if not entry[2].left]
+                heapify(self._heap)
             self.wake()
 
     def wake(self) -> None:

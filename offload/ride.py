@@ -242,10 +242,11 @@ class Ride:
                 state, error = State.FAILED, flight.error
             if flight is not None and flight.error is error:
                 self._error_layer = flight.error_layer
-            if state is not State.DONE:
-                self._kept = self._landed_now()
-                self.error = error
-            self._outcome = state
+            if self._outcome is None:  # else a signal handler came in between
+                if state is not State.DONE:
+                    self._kept = self._landed_now()
+                    self.error = error
+                self._outcome = state
             self._deciding = False
         return asked == (state, error)
 

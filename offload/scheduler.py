@@ -89,22 +89,27 @@ class Scheduler:
                 await self._closed.wait()
                 return
             self._closed = anyio.Event()
-            drain = drain or self._drain
-            self._shell.closing = True
-            self._shell.line.refuse()
-            if drain and deadline is not None and not math.isinf(deadline):
-                self._shell.timer.call_at(deadline, self._cancel_queued_soon)
-            self._shell.take_inbox()
-            acts.let_go_of_all(self._shell)
-            if not drain:
-                await self._cancel_queued()
-            else:
-                self._cancel_unwritten()
-            self._shell.ask_for_turn()
-            await checkpoint()
-            await self._until_quiet()
-            self._shell.close()
-            self._closed.set()
+            try:
+                await self._close(drain or self._drain, deadline)
+            finally:
+                self._closed.set()
+
+    async def _close(self, drain: bool, deadline: float | None) -> None:
+        shell = self._shell
+        shell.closing = True
+        shell.line.refuse()
+        if drain and deadline is not None and not math.isinf(deadline):
+            shell.timer.call_at(deadline, self._cancel_queued_soon)
+        shell.take_inbox()
+        acts.let_go_of_all(shell)
+        if not drain:
+            await self._cancel_queued()
+        else:
+            self._cancel_unwritten()
+        shell.ask_for_turn()
+        await checkpoint()
+        await self._until_quiet()
+        shell.close()
 
     def begin_close(self, drain: bool) -> None:
         """Refuse what comes from now on; say what `aclose` does about what is queued."""
@@ -255,8 +260,9 @@ class Scheduler:
             acts.let_go(self._shell, submission.hold.pieces)
         woken = anyio.Event()
         place = self._shell.line.enter(submission.priority, submission.nbytes, woken)
+        timer, alarm = self._shell.timer, None
         if submission.deadline is not None:
-            self._shell.timer.call_at(submission.deadline, place.expire)
+            alarm = timer.call_at(submission.deadline, place.expire)
         try:
             while True:
                 await woken.wait()
@@ -270,6 +276,8 @@ class Scheduler:
                     return admit(self._shell, submission)
                 place.event = woken = anyio.Event()
         finally:
+            if alarm is not None:
+                timer.cancel(alarm)
             self._shell.line.leave(place)
 
     # Acts of a transfer, from any thread -------------------------------------------------------------

@@ -17,6 +17,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TypeAlias, cast
 
 import anyio
@@ -75,8 +76,11 @@ class Shell:
 
     counters: Counters = attrs.field(factory=Counters)
     bell: Bell = attrs.field(factory=Bell)
-    verdicts: threading.Lock = attrs.field(factory=threading.Lock)
+    verdicts: AbstractContextManager[object] = attrs.field(factory=threading.RLock)
     """Held while the outcome of a request is decided; for a few reads, never longer."""
+
+    deciding: bool = False
+    """Whether the loop's thread is in the middle of an event. Who sees it there has interrupted it."""
 
     closing: bool = False
     _dead: bool = False
@@ -138,8 +142,10 @@ class Shell:
     def close(self) -> None:
         """Let go of everything, so that nothing keeps the pools but who holds them."""
         self.timer.close()
-        self.driver.close()
-        self.take_pools(None)
+        try:
+            self.driver.close()
+        finally:
+            self.take_pools(None)
         if self.tracer is not None:
             self.tracer.opened(str(self.group.anchor.device.device), list)
 
@@ -189,11 +195,7 @@ class Shell:
     def refuse_closed(self) -> None:
         """Raise if it is closed, or closing."""
         if self.closing:
-            raise SchedulerClosedError from self.lost
-
-    def call_at(self, when: float, act: Callable[[], None]) -> None:
-        """Call `act` when the clock of deadlines passes `when`."""
-        self.timer.call_at(when, act)
+            raise SchedulerClosedError from self.stuck
 
     def check_may_block(self, what: str) -> None:
         """Raise if blocking this thread would stop the loop that has to end the wait."""
@@ -292,8 +294,12 @@ class Shell:
         self.ledger.end_turn(start)
 
     def take_inbox(self) -> None:
-        while self._inbox:
-            self._inbox.popleft()()
+        """Do what was posted. A fault in it is ours, not of the caller who happens to come by."""
+        while self._inbox and not self.deciding:
+            try:
+                self._inbox.popleft()()
+            except BaseException as error:  # noqa: BLE001 - raised where the scheduler is left
+                self._break(error)
 
     def _absorb(self, flight: Flight) -> None:
         """Tell the machine what a flight has published since the last time."""
@@ -314,14 +320,40 @@ class Shell:
             flight.rides.clear()  # they refer to it too
             self._notify()
 
-    def handle(self, event: Event) -> None:
-        if self.stuck is None:
-            self.obey(self.machine.handle(event))
+    def submit(self, ride: Ride) -> None:
+        """Tell the machine of a request; it may settle at once.
 
-    def obey(self, commands: Sequence[Command]) -> None:
-        """Do what the machine wants done."""
-        for command in commands:
-            self._obey(command)
+        Raises:
+            RequestError: It could only wait for ever; or we were interrupted in a decision. Nothing was queued.
+        """
+        if self.deciding:
+            raise RequestError(
+                "a request was submitted from a finalizer or a signal handler that interrupted the "
+                "scheduler. Post it to the loop instead."
+            )
+        self.deciding = True
+        try:
+            commands = self.machine.handle(ride.request)
+            self.rides[ride.request.id] = ride
+            self.counters.of(ride.direction).admit()
+            for command in commands:
+                self._obey(command)
+        finally:
+            self.deciding = False
+
+    def handle(self, event: Event) -> None:
+        """Tell the machine of an event, and do what it wants done. Interrupted in a decision: soon."""
+        if self.stuck is not None:
+            return
+        if self.deciding:
+            self.post(lambda: self.handle(event))
+            return
+        self.deciding = True
+        try:
+            for command in self.machine.handle(event):
+                self._obey(command)
+        finally:
+            self.deciding = False
 
     def _obey(self, command: Command) -> None:
         match command:
@@ -338,17 +370,16 @@ class Shell:
                 self._unlock(piece)
             case Extend(batch):
                 self._flights[batch.id].limit = batch.limit
-                self.driver.stream(batch.direction).kick()
+                self._kick(batch)
             case Watch(batch):
                 flight = self._flights[batch.id]
                 flight.watched = flight.by_layer = True
                 self._report(flight)
             case Stop(batch):
                 self._flights[batch.id].stopped = True
-                self.driver.stream(batch.direction).kick()
+                self._kick(batch)
 
     def _issue(self, batch: Batch) -> None:
-        stream = self.driver.stream(batch.direction)
         flight = Flight(
             batch,
             cast("Route", batch.route),
@@ -367,8 +398,16 @@ class Shell:
             ride = self.rides.get(piece.request.id)
             if ride is not None:
                 ride.fly(flight, piece)
-        stream.carry(flight)
+        try:
+            self.driver.stream(batch.direction).carry(flight)
+        except BaseException as error:  # noqa: BLE001 - the driver's, and so that of these requests
+            flight.failed(batch.first, error)
+            flight.ended()
         self.ledger.issued(flight.rides, now)  # while the stream plans already
+
+    def _kick(self, batch: Batch) -> None:
+        if not self._flights[batch.id].over:
+            self.driver.stream(batch.direction).kick()
 
     def _settle(self, piece: Piece, state: State) -> None:
         ride = self.rides[piece.request.id]
@@ -403,7 +442,11 @@ class Shell:
         """Wait until pages were unlocked, a batch ended, or the scheduler broke."""
         event = anyio.Event()
         self._changed.append(event)
-        await event.wait()
+        try:
+            await event.wait()
+        finally:
+            if event in self._changed:
+                self._changed.remove(event)
 
     def _break(self, error: BaseException) -> None:
         """Our own fault: it is raised to whoever leaves the scheduler."""

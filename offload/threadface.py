@@ -22,6 +22,7 @@ from offload.group import PagePair
 from offload.parking import Place
 from offload.statistics import Statistics
 from offload.submit import After, Submission
+from offload.timer import Alarm
 from offload.transfer import Transfer
 from offload.waits import check_timeout
 
@@ -61,6 +62,7 @@ class _Admission:
     submission: Submission
     future: Future[Transfer] = attrs.field(factory=Future)
     place: Place | None = None
+    alarm: Alarm | None = None
 
     def start(self) -> None:
         """Submit, or stand in line."""
@@ -75,7 +77,7 @@ class _Admission:
             knock = _Knock(lambda: shell.post(self._again))
             self.place = shell.line.enter(wanted.priority, wanted.nbytes, knock)
             if wanted.deadline is not None:
-                shell.call_at(wanted.deadline, self.place.expire)
+                self.alarm = shell.timer.call_at(wanted.deadline, self.place.expire)
         except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
             self._fail(error)
 
@@ -87,17 +89,17 @@ class _Admission:
         try:
             shell.refuse_closed()
             if self.future.cancelled():
-                shell.line.leave(place)
+                self._withdraw()
             elif place.expired:
                 raise TimeoutError("the deadline passed while it waited for room")
             elif shell.line.may_go(place):
                 self._admit()
-                shell.line.leave(place)
+                self._withdraw()
             else:
                 assert isinstance(place.event, _Knock)
                 place.event.clear()
         except BaseException as error:  # noqa: BLE001 - the same
-            shell.line.leave(place)
+            self._withdraw()
             self._fail(error)
 
     def _admit(self) -> None:
@@ -121,6 +123,8 @@ class _Admission:
     def _withdraw(self) -> None:
         if self.place is not None:
             self.shell.line.leave(self.place)
+        if self.alarm is not None:
+            self.shell.timer.cancel(self.alarm)
 
 
 @attrs.define(eq=False, repr=False)
@@ -197,7 +201,7 @@ class ThreadFace:
             priority=priority, deadline=deadline, after=after, join=join,
             io_backend=io_backend, members=members,
         )  # fmt: skip
-        return self._call(lambda: submit_nowait(self._shell, submission))
+        return self._submit_nowait(submission)
 
     def backup_nowait(
         self,
@@ -217,7 +221,7 @@ class ThreadFace:
             priority=priority, deadline=deadline, after=after, streaming=streaming,
             io_backend=io_backend, members=members,
         )  # fmt: skip
-        return self._call(lambda: submit_nowait(self._shell, submission))
+        return self._submit_nowait(submission)
 
     def hold(self) -> AbstractContextManager[None]:
         """Keep back what this thread submits until the block ends; then it is one batch."""
@@ -290,33 +294,51 @@ class ThreadFace:
             answered = _answered(
                 shell, admission.future, timeout or (None if timeout is None else _INSTANT)
             )
-        except KeyboardInterrupt:
-            if not admission.give_up():
-                admission.future.result().cancel()
+        except BaseException:  # a signal's, or an exception thrown into this thread
+            _undo(admission.future, admission.give_up)
             raise
         if not answered and admission.give_up():
             raise TimeoutError(f"no room within {timeout} s; nothing was submitted")
         return admission.future.result()
 
-    def _call(self, act: Callable[[], T]) -> T:
+    def _submit_nowait(self, submission: Submission) -> Transfer:
+        return self._call(lambda: submit_nowait(self._shell, submission), undo=_undo)
+
+    def _call(
+        self,
+        act: Callable[[], T],
+        undo: Callable[[Future[T], Callable[[], bool]], None] | None = None,
+    ) -> T:
         shell = self._shell
         shell.check_may_block("call the scheduler")
         future: Future[T] = Future()
 
         def run() -> None:
-            try:
-                future.set_result(act())
-            except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
-                future.set_exception(error)
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(act())
+                except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
+                    future.set_exception(error)
 
         if not shell.post(run):
             raise SchedulerClosedError
-        _answered(shell, future, None)
+        try:
+            _answered(shell, future, None)
+        except BaseException:
+            if undo is not None:
+                undo(future, future.cancel)
+            raise
         return future.result()
 
 
 _INSTANT = 0.05
 """Seconds that a timeout of 0 gives the loop to say whether there is room: it bounds the wait for room."""
+
+
+def _undo(future: Future[Transfer], give_up: Callable[[], bool]) -> None:
+    """Take back a submit whose thread was thrown out of waiting for it."""
+    if not give_up() and future.done() and future.exception() is None:
+        future.result().cancel()
 
 
 def _answered(shell: Shell, future: Future[T], timeout: float | None) -> bool:

@@ -15,7 +15,7 @@ import attrs
 
 from offload.core.kinds import Direction
 from offload.core.request import Request
-from offload.errors import RequestError
+from offload.errors import RequestError, told
 
 
 class State(StrEnum):
@@ -136,7 +136,7 @@ class Piece:
 
     def end(self) -> str:
         """Return its name and how it ended, for those whom that concerns."""
-        how = "was cancelled" if self.error is None else f"failed ({self.error!r})"
+        how = "was cancelled" if self.error is None else f"failed ({told(self.error)})"
         landed = self.landed if self.stream is None else len(self.stream.landed)
         return f"{self.name}, which {how} when {landed} of {self.last} layers had landed"
 
