@@ -165,7 +165,8 @@ class Flight:
         self._handed_ns = self.clock() if tracer is not None and tracer.active else 0
         if self.route.spans and self._together():
             end = self._next = self._copies.reach(layer, self.limit)
-            return end - 1, self._copies.span(layer, end)
+            if end > layer + 1:
+                return end - 1, self._copies.span(layer, end)
         self._next = layer + 1
         return layer, self._copies.work(layer)
 

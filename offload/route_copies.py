@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 Layers: TypeAlias = tuple[tuple[tuple[int, ...], tuple[tuple[int, int], ...]], ...]
 """By model layer, the members that have it; and of each of them, (member, its pool layer)."""
 
-SPAN_BYTES = 64 << 20
-"""Bytes of the layers that go as one work, at most: as much as a stream enqueues ahead of what has landed
-anyhow, so an urgent batch waits no longer for a span than for single layers."""
+SPAN_BYTES = 32 << 20
+"""Bytes of the layers that go as one work, at most. A stream keeps two works enqueued; two of these are as much
+as it enqueues ahead anyhow, so an urgent batch waits no longer for spans than for single layers."""
 
 
 @attrs.define(eq=False)

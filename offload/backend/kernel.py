@@ -19,21 +19,15 @@ import attrs
 import numpy as np
 import torch
 
-from offload.backend.addresses import address, addresses
+from offload.backend.addresses import addresses
 from offload.backend.base import PoolCopy, Prepared
 from offload.backend.direct import DirectCopy
-from offload.backend.kernel_shape import Shape
-from offload.backend.kernel_triton import WORDS, copy_layers, copy_rows
-from offload.core.geometry import ComponentGeometry
+from offload.backend.kernel_rows import Rows
+from offload.backend.kernel_triton import copy_layers, copy_rows
 from offload.core.kinds import Direction
 from offload.core.plan import Runs, coalesce, copy_ops
 from offload.driver.cuda_calls import CudaCalls, Launch, Spans, Words, here
 from offload.pool import DevicePool, HostPool, Pool
-
-_OPTIONS = {
-    "num_warps": 4,
-    "enable_fp_fusion": False,  # no floats here; left open, Triton 3.9 warns about a default
-}
 
 
 class KernelBackend:
@@ -42,14 +36,20 @@ class KernelBackend:
     name = "kernel"
 
     def __init__(self) -> None:
+        self._rows: dict[tuple[Pool, Pool], tuple[Rows, ...]] = {}
         self._warm: list[Launch] = []
         """Launches for no pages: a stream may still have to pass them."""
 
     def prepare(
         self, device: DevicePool, host: HostPool, direction: Direction, runs: Runs
     ) -> KernelCopy:
-        """Put the page ids where the kernel can read them."""
-        return KernelCopy.of(PoolCopy.of(device, host, direction, runs))
+        """Put the page ids where the kernel can read them; the rest is kept from batch to batch."""
+        both = PoolCopy.of(device, host, direction, runs)
+        key = (both.source, both.destination)
+        rows = self._rows.get(key)
+        if rows is None:
+            rows = self._rows[key] = rows_of(both)
+        return KernelCopy.of(both, rows)
 
     def copy_layers(self, prepared: Prepared, layers: Sequence[int]) -> None:
         """Launch one kernel per component for all these pool layers."""
@@ -68,28 +68,35 @@ class KernelBackend:
             here().launch(launch)
 
 
+def rows_of(both: PoolCopy) -> tuple[Rows, ...]:
+    """Return the rows of each component.
+
+    Raises:
+        GeometryError: The device does not reach a pool as one range, and a row may cross its chunks.
+    """
+    rows = tuple(Rows(both.source, both.destination, *pair) for pair in both.pairs)
+    for each in rows:
+        if each.ours.breaks or each.theirs.breaks:
+            each.all  # noqa: B018 - looks at every address
+    return rows
+
+
 @attrs.define(eq=False)
 class KernelCopy(DirectCopy):
     """Prepared copies of `kernel`. Owns the page ids and every table that a launch was given."""
 
+    _rows: tuple[Rows, ...]
     _calls: CudaCalls
     _source_pages: torch.Tensor
     _destination_pages: torch.Tensor
     _kept: list[Launch] = attrs.field(init=False, factory=list)
 
     @classmethod
-    def of(cls, both: PoolCopy) -> KernelCopy:
-        """Return the copies, their page ids where a kernel reads them.
-
-        Raises:
-            GeometryError: The device does not reach the host pool as one range.
-        """
-        for ours, theirs in both.pairs:
-            for pool, part in ((both.source, ours), (both.destination, theirs)):
-                if part.breaks:
-                    address(pool, part, 0)  # raises where its chunks lie apart on the device
+    def of(cls, both: PoolCopy, rows: tuple[Rows, ...]) -> KernelCopy:
+        """Return the copies, their page ids where a kernel reads them."""
         calls = here()
-        return cls(both, calls, *(calls.host_numbers(np.ascontiguousarray(p)) for p in both.pages))
+        pages = [calls.host_numbers(np.ascontiguousarray(side)) for side in both.pages]
+        return cls(both, rows, calls, *pages)
 
     def copy(self, layer: int) -> None:
         """Launch one kernel per component on the current stream."""
@@ -103,13 +110,13 @@ class KernelCopy(DirectCopy):
 
     def num_ops(self, layer: int) -> int:
         """Return the number of launches."""
-        return len(self._both.pairs) if self._both.runs.num_pages else 0
+        return len(self._rows) if self._both.runs.num_pages else 0
 
     def variants(self, *, layers_at_once: bool) -> Iterable[Launch]:
         """Return one launch, for no pages, of each variant that these pools can need."""
         found: dict[Hashable, Launch] = {}
-        for index, (part, _) in enumerate(self._both.pairs):
-            layers = range(part.num_layers)
+        for index, rows in enumerate(self._rows):
+            layers = range(rows.ours.num_layers)
             launches = [self._one(index, layer, 0) for layer in layers]
             if layers_at_once:
                 launches.append(self._several(index, layers, 0))
@@ -122,53 +129,32 @@ class KernelCopy(DirectCopy):
 
     def _one(self, index: int, layer: int, num_pages: int) -> Launch:
         """Return the launch for one component of one layer."""
-        both = self._both
-        ours, theirs = both.pairs[index]
-        source, _ = both.source.flat(ours.name, layer)
-        destination, _ = both.destination.flat(theirs.name, layer)
-        shape = Shape.of(ours, theirs, (*_start(source), *_start(destination)))
-        unit = shape.unit_bytes
+        rows = self._rows[index].layer(layer)
+        pages = self._source_pages, self._destination_pages
         return Launch(
             kernel=copy_rows,
-            grid=(shape.programs(num_pages),),
-            args=(
-                _words(source, shape.dtype),
-                _words(destination, shape.dtype),
-                self._source_pages,
-                self._destination_pages,
-                num_pages,
-                ours.at(layer, 0) // unit,
-                theirs.at(layer, 0) // unit,
-            ),
-            meta={**shape.constants(ours.page_stride, theirs.page_stride), **_OPTIONS},
-            spans=partial(_spans, both, index, [layer] if num_pages else []),
+            grid=(rows.shape.programs(num_pages),),
+            args=(rows.source, rows.destination, *pages, num_pages, *rows.bases),
+            meta=rows.meta,
+            spans=partial(_spans, self._both, index, [layer] if num_pages else []),
         )
 
     def _several(self, index: int, layers: Sequence[int], num_pages: int) -> Launch:
         """Return the launch for one component of several layers."""
-        both = self._both
-        ours, theirs = both.pairs[index]
-        starts = _layer_starts(both.source, ours, layers)
-        ends = _layer_starts(both.destination, theirs, layers)
-        shape = Shape.of(ours, theirs, (*starts, *ends))
+        rows, numbers = self._rows[index].all, self._calls.host_numbers
         return Launch(
             kernel=copy_layers,
-            grid=(shape.programs(num_pages, len(layers)),),
+            grid=(rows.shape.programs(num_pages, len(layers)),),
             args=(
-                self._calls.host_numbers(np.array(starts, np.int64)),
-                self._calls.host_numbers(np.array(ends, np.int64)),
+                numbers(np.array([rows.starts[layer] for layer in layers], np.int64)),
+                numbers(np.array([rows.ends[layer] for layer in layers], np.int64)),
                 self._source_pages,
                 self._destination_pages,
                 num_pages,
                 len(layers),
             ),
-            meta={
-                **shape.constants(ours.page_stride, theirs.page_stride),
-                "WORD": WORDS[shape.dtype.itemsize],
-                "ALIGNMENT": shape.unit_bytes,
-                **_OPTIONS,
-            },
-            spans=partial(_spans, both, index, layers if num_pages else []),
+            meta=rows.meta,
+            spans=partial(_spans, self._both, index, layers if num_pages else []),
         )
 
 
@@ -177,11 +163,6 @@ def variant(launch: Launch) -> Hashable:
     tensors = [arg for arg in launch.args if isinstance(arg, torch.Tensor)]
     kinds = tuple((tensor.dtype, tensor.data_ptr() % 16 == 0) for tensor in tensors)
     return launch.kernel, kinds, tuple((name, str(each)) for name, each in launch.meta.items())
-
-
-def _layer_starts(pool: Pool, part: ComponentGeometry, layers: Sequence[int]) -> list[int]:
-    """Return the address of each layer's first byte."""
-    return [address(pool, part, layer) + part.at(layer, 0) for layer in layers]
 
 
 def _spans(both: PoolCopy, index: int, layers: Sequence[int]) -> tuple[Spans, Spans]:
@@ -193,13 +174,3 @@ def _spans(both: PoolCopy, index: int, layers: Sequence[int]) -> tuple[Spans, Sp
         found.append(addresses(both, index, layer, ops))
     source, destination, sizes = (np.concatenate(each) for each in zip(*found, strict=True))
     return Spans(source, sizes), Spans(destination, sizes)
-
-
-def _start(flat: torch.Tensor) -> tuple[int, int]:
-    """Return what a tensor's words must divide: its address, and its place in its storage."""
-    return flat.data_ptr(), int(flat.storage_offset())
-
-
-def _words(flat: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return bytes as words; a tail that fills none belongs to no row."""
-    return flat[: flat.numel() // dtype.itemsize * dtype.itemsize].view(dtype)

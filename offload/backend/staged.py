@@ -19,7 +19,7 @@ import torch
 
 from offload.backend.base import PoolCopy
 from offload.backend.direct import DirectCopy
-from offload.backend.kernel import KernelBackend, KernelCopy
+from offload.backend.kernel import KernelBackend, KernelCopy, rows_of
 from offload.backend.memcpy_batch import MemcpyBatchCopy
 from offload.core.geometry import WORD, ComponentGeometry
 from offload.core.kinds import Direction
@@ -149,9 +149,9 @@ def _turns(
             pool, both.destination, _pairs(both, staging, 1), out, len(turn) * _nbytes(staging)
         )
         if load:
-            yield MemcpyBatchCopy(first), KernelCopy.of(second)
+            yield MemcpyBatchCopy(first), KernelCopy.of(second, rows_of(second))
         else:
-            yield KernelCopy.of(first), MemcpyBatchCopy(second)
+            yield KernelCopy.of(first, rows_of(first)), MemcpyBatchCopy(second)
 
 
 def _pairs(

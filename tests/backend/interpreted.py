@@ -185,6 +185,31 @@ def test_warm_up_knows_every_variant_and_moves_nothing(
         fake.check()
 
 
+def test_layers_that_begin_at_odd_places_are_warm_too() -> None:
+    """Layers of other words than their neighbours': every launch of one or several was compiled before."""
+    spec = PoolSpec.rows(num_layers=3, page_size=2, row_bytes=64)
+    whole = torch.arange(3 * 300, dtype=torch.int64).to(torch.uint8).view(3, 300)
+    starts = (0, 8, 4)
+    held = [whole[n, at:][: 4 * 64].view(4, 64) for n, at in enumerate(starts)]
+    device = DevicePool.adopt(spec, {"row": held})
+    host = HostPool.allocate(spec, num_pages=4, layout="page_first", pinned=False)
+    fake, backend = Watching(), KernelBackend()
+    with on_stream(fake):
+        backend.warm_up(device, host, Direction.BACKUP)
+        known = {variant(launch) for launch in fake.launches}
+        prepared = backend.prepare(device, host, Direction.BACKUP, runs_of([(0, 3), (2, 1)]))
+        for layer in range(3):
+            prepared.copy(layer)
+        for layers in ([0], [0, 1], [1, 2], [2]):
+            backend.copy_layers(prepared, layers)
+        fake.run()
+    assert {variant(launch) for launch in fake.launches} <= known
+    assert len(known) > 1
+    for layer in range(3):
+        assert torch.equal(host.view("row", layer)[[3, 1]], device.view("row", layer)[[0, 2]])
+    fake.check()
+
+
 @pytest.mark.parametrize("chunk", [4096, 3 * 4096])
 @pytest.mark.parametrize("layout", [Layout.LAYER_FIRST, Layout.PAGE_FIRST])
 def test_tables_hold_the_addresses_that_the_device_knows(layout: Layout, chunk: int) -> None:
