@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from offload.core.hazards import HazardTable
-from offload.core.pages import PageAllocator, PageStatistics, as_pages, first_repeat
+from offload.core.pages import PageAllocator, PageStatistics, as_pages, as_pair, first_repeat
 from offload.errors import OutOfPagesError, RequestError
 
 
@@ -359,3 +359,64 @@ def test_the_last_unsigned_page_is_exact() -> None:
     with pytest.raises(RequestError) as caught:
         as_pages(np.array([3, 2**31], np.uint64), 2**31)
     assert (caught.value.value, caught.value.position) == (2**31, 1)
+
+
+BOUNDS = np.array([[8], [4]], np.uint64)
+PLAIN: list[tuple[object, object]] = [
+    ([7, 0], [3, 1]),
+    (np.array([7, 0]), np.array([3, 1])),
+    ([7, 0], np.array([3, 1])),
+    ([7], [3]),
+]
+CLOSER: dict[str, tuple[object, object]] = {
+    "first beyond": ([8], [3]),
+    "second beyond": ([7], [4]),
+    "negative": ([-1], [0]),
+    "not equally long": ([1, 2], [3]),
+    "nothing": ([], []),
+    "nothing on one side": ([1], []),
+    "truth values": ([True], [1]),
+    "truth values second": ([1], [True]),
+    "floats": ([1.0], [1]),
+    "floats second": ([1], [1.0]),
+    "a float behind": ([1, 2.0], [1, 2]),
+    "narrow integers": (np.array([1], np.int32), [1]),
+    "narrow integers second": ([1], np.array([1], np.int32)),
+    "both narrow": (np.array([1], np.int32), np.array([1], np.int32)),
+    "unsigned": (np.array([1], np.uint64), np.array([1], np.uint64)),
+    "tables": (np.zeros((1, 1), np.int64), np.zeros((1, 1), np.int64)),
+    "a range": (range(2), [0, 1]),
+    "a tuple": ((1,), (1,)),
+    "huge": ([2**70], [1]),
+}
+
+
+@pytest.mark.parametrize(("one", "other"), PLAIN)
+def test_a_plain_pair_is_read_in_one_look(one: list[int], other: list[int]) -> None:
+    """Two right sides of integers become two fresh int64 arrays."""
+    pair = as_pair(one, other, BOUNDS)
+    assert pair is not None
+    assert [side.tolist() for side in pair] == [list(one), list(other)]
+    assert [side.dtype for side in pair] == [np.int64] * 2
+    assert not any(
+        np.shares_memory(side, np.asarray(given))
+        for side, given in zip(pair, (one, other), strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", CLOSER)
+def test_any_other_pair_needs_a_closer_look(name: str) -> None:
+    """Whatever is not plainly right is left to the check that names what is wrong."""
+    one, other = CLOSER[name]
+    assert as_pair(one, other, BOUNDS) is None  # type: ignore[arg-type]
+
+
+def test_mended_pages_are_whole() -> None:
+    """`mend` takes pages as they come, repeated ones too, and forgets that they were torn."""
+    pages = PageAllocator(8)
+    pages.table.torn.tear(np.array([1, 2, 5]), 7, "it failed")
+    pages.mend([5, 1, 5])
+    assert len(pages.table.torn) == 1
+    assert pages.table.torn.first(np.array([1, 2, 5])) == (2, 7, "it failed")
+    with pytest.raises(RequestError, match="page 8"):
+        pages.mend([8])
