@@ -5,8 +5,8 @@ Theory of operation
 `Machine.handle(event)` changes the state and returns what must be done about it, in order. It never
 waits, never copies and reads no clock; the shell (`offload.shell`) carries the commands out and
 feeds back what happened (`events.py` lists both). The entire mutable state is: the live pieces (with whom
-each follows), what they claim (`claims.py`), one queue per direction, the batches in the air, and what
-both come to (`budget.py`).
+each follows), what they claim (`claims.py`), the queues and the batches in the air (`air.py`), and what
+those come to (`budget.py`).
 
 A request is one `Piece` that covers all layers. A streaming backup is a piece that owns its host pages
 and never moves, plus one piece per layer that was written, which owns the device pages and does move.
@@ -43,7 +43,8 @@ from collections.abc import Sequence
 
 import attrs
 
-from offload.core.batch import OPEN, Batch, Limits, Piece, Queue, State, StreamState, share
+from offload.core.air import Air
+from offload.core.batch import OPEN, Limits, Piece, State, StreamState
 from offload.core.budget import Budget
 from offload.core.claims import Claims
 from offload.core.endless import refuse_endless_wait
@@ -67,12 +68,8 @@ from offload.core.events import (
 )
 from offload.core.hazards import HazardTable
 from offload.core.kinds import Direction
-from offload.core.request import PATIENCE, Request
+from offload.core.request import Request
 from offload.errors import InvalidTransitionError, RequestError, TransferFailed
-
-MAX_FLIGHTS = 16
-"""Batches of one direction in the air before the next one waits in the queue, where it can still be merged
-and reordered. More urgent ones are issued regardless: streams overtake at every layer."""
 
 TRANSITIONS: dict[tuple[State, str], State] = {
     (State.QUEUED, "issue"): State.ISSUED,
@@ -102,15 +99,11 @@ class Machine:
     limits: Limits = attrs.field(factory=Limits)
 
     budget: Budget = attrs.field(init=False)
+    air: Air = attrs.field(init=False)
     claims: Claims = attrs.field(init=False)
 
     _last_id: int = 0
-    _last_batch: int = 0
     _pieces: dict[int, Piece] = attrs.field(factory=dict)
-    _queues: dict[Direction, Queue] = attrs.field(
-        factory=lambda: {direction: Queue() for direction in Direction}
-    )
-    _batches: dict[int, Batch] = attrs.field(factory=dict)
     _streaming: int = 0
     """Streaming backups among the pieces."""
 
@@ -119,6 +112,7 @@ class Machine:
 
     def __attrs_post_init__(self) -> None:
         self.budget = Budget(self.limits)
+        self.air = Air(self.budget)
         self.claims = Claims(self.tables)
 
     def open(self) -> None:
@@ -176,7 +170,7 @@ class Machine:
 
     def pending(self) -> bool:
         """Return whether any page is still claimed, or a batch still in the air."""
-        return bool(self._pieces or self._batches)
+        return bool(self._pieces or self.air)
 
     def undisturbed(self, request: Request) -> bool:
         """Return whether a load still runs, and nobody has claimed its pages for writing since."""
@@ -185,7 +179,7 @@ class Machine:
 
     def flushable(self) -> bool:
         """Return whether `Flush` would issue something."""
-        return self._room(Direction.LOAD) is not None or self._room(Direction.BACKUP) is not None
+        return self.air.flushable()
 
     # Submit -----------------------------------------------------------------------------------
 
@@ -204,7 +198,7 @@ class Machine:
             piece.stream = StreamState()
             self._streaming += 1
         elif not piece.blockers and not piece.follows:
-            self._queues[request.direction].push(piece)
+            self.air.push(piece)
         else:
             self._advance(piece)
         if load:
@@ -273,7 +267,7 @@ class Machine:
         if piece.batch is not None:
             self._extend(piece)
         elif piece.waiting and self._limit(piece) > piece.first:
-            self._queues[piece.request.direction].push(piece)
+            self.air.push(piece)
 
     def _extend(self, piece: Piece) -> None:
         batch = piece.batch
@@ -287,69 +281,20 @@ class Machine:
         for follower in piece.followers or ():
             self._advance(follower)
 
-    # Issue ---------------------------------------------------------------------------------------
-
-    def _room(self, direction: Direction) -> Piece | None:
-        """Return the most urgent piece of a direction if it may be issued now."""
-        head = self._queues[direction].head()
-        if head is None or not self.budget.has_room(head):
-            return None
-        if len(self._batches) >= MAX_FLIGHTS and self._crowded(direction, head.request.due):
-            return None
-        return head
-
-    def _crowded(self, direction: Direction, due: float) -> bool:
-        """Return whether enough is in the air, all of it some of it at least as urgent as `due`."""
-        free = [
-            batch.due
-            for batch in self._batches.values()
-            if batch.direction is direction and not batch.closed and batch.limit == batch.last
-        ]
-        return len(free) >= MAX_FLIGHTS and min(free) <= due
-
     def _flush(self) -> None:
-        load, backup = self._room(Direction.LOAD), self._room(Direction.BACKUP)
-        if load is None or backup is None:
-            if load is not None or backup is not None:
-                self._issue(Direction.BACKUP if load is None else Direction.LOAD)
-            return
-        # Loads first, but a backup that is due a patience earlier goes before them.
-        late = backup.request.due + PATIENCE < load.request.due
-        first, second = (backup, load) if late else (load, backup)
-        self._issue(first.request.direction)
-        if self._room(second.request.direction) is not None:
-            self._issue(second.request.direction)
-
-    def _issue(self, direction: Direction) -> None:
-        pieces = self._queues[direction].take(*self.budget.of_batch())
-        self._last_batch += 1
-        head = pieces[0]
-        batch = Batch(
-            self._last_batch,
-            direction,
-            head.request.route,
-            pieces,
-            head.first,
-            head.last,
-            limit=self._limit(head),
-            nbytes=sum(map(share, pieces)),
-            due=head.request.due,
-            landed=head.first,
-        )
-        self._batches[batch.id] = batch
-        self.budget.issue(batch)
-        for piece in pieces:
-            piece.batch = batch
-            if piece.owner.state is State.QUEUED:
-                self._move(piece.owner, "issue")
-                self.budget.dequeue(piece.owner)
-            piece.state = State.ISSUED
-        self._commands.append(Issue(batch))
+        for batch in self.air.flush(self._limit):
+            for piece in batch.pieces:
+                piece.batch = batch
+                if piece.owner.state is State.QUEUED:
+                    self._move(piece.owner, "issue")
+                    self.budget.dequeue(piece.owner)
+                piece.state = State.ISSUED
+            self._commands.append(Issue(batch))
 
     # Landing, failing, ending -------------------------------------------------------------------
 
     def _landed(self, event: Landed) -> None:
-        batch = self._batch(event.batch)
+        batch = self.air.batch(event.batch)
         if event.layers <= batch.landed:
             return
         batch.landed = event.layers
@@ -364,7 +309,7 @@ class Machine:
             self.budget.close(batch)
 
     def _failed(self, event: Failed) -> None:
-        batch = self._batch(event.batch)
+        batch = self.air.batch(event.batch)
         batch.failed = True
         for piece in batch.pieces:
             lost = len(batch.pieces) == 1 or piece.request.id in event.spoiled
@@ -372,7 +317,7 @@ class Machine:
                 self._abandon(piece.owner, "fail", event.error)
 
     def _ended(self, event: Ended) -> None:
-        batch = self._batches.pop(event.batch)
+        batch = self.air.end(event.batch)
         if batch.closed:
             return
         self.budget.close(batch)
@@ -394,12 +339,6 @@ class Machine:
         piece.first, piece.batch, piece.alone = layer, None, True
         piece.state, piece.waiting = State.QUEUED, True
         self._advance(piece)
-
-    def _batch(self, number: int) -> Batch:
-        batch = self._batches.get(number)
-        if batch is None:
-            raise InvalidTransitionError(event=f"batch {number}", state="not in the air")
-        return batch
 
     def _finish(self, piece: Piece) -> None:
         """The last byte of a piece has landed."""

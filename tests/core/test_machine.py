@@ -10,6 +10,7 @@ import attrs
 import numpy as np
 import pytest
 
+from offload.core.air import MAX_FLIGHTS
 from offload.core.batch import Batch, Limits, State
 from offload.core.events import (
     Cancel,
@@ -31,7 +32,7 @@ from offload.core.events import (
 )
 from offload.core.hazards import HazardTable
 from offload.core.kinds import Direction
-from offload.core.machine import MAX_FLIGHTS, TRANSITIONS, Machine
+from offload.core.machine import TRANSITIONS, Machine
 from offload.core.request import PATIENCE, Request, due
 from offload.errors import InvalidTransitionError, RequestError
 

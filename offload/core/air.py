@@ -1,0 +1,114 @@
+"""From the queues into the air: which batch goes up next, and which are up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import attrs
+
+from offload.core.batch import Batch, Piece, Queue, share
+from offload.core.budget import Budget
+from offload.core.kinds import Direction
+from offload.core.request import PATIENCE
+from offload.errors import InvalidTransitionError
+
+MAX_FLIGHTS = 16
+"""Batches of one direction in the air before the next one waits in the queue, where it can still be merged
+and reordered. More urgent ones are issued regardless: streams overtake at every layer."""
+
+
+@attrs.define(eq=False)
+class Air:
+    """One queue per direction, and the batches that were issued and have not ended."""
+
+    budget: Budget
+
+    _last: int = 0
+    _queues: dict[Direction, Queue] = attrs.field(
+        factory=lambda: {direction: Queue() for direction in Direction}
+    )
+    _batches: dict[int, Batch] = attrs.field(factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self._batches)
+
+    def push(self, piece: Piece) -> None:
+        """Queue a piece that may be issued."""
+        self._queues[piece.request.direction].push(piece)
+
+    def batch(self, number: int) -> Batch:
+        """Return a batch that is in the air.
+
+        Raises:
+            InvalidTransitionError: It is not.
+        """
+        batch = self._batches.get(number)
+        if batch is None:
+            raise InvalidTransitionError(event=f"batch {number}", state="not in the air")
+        return batch
+
+    def end(self, number: int) -> Batch:
+        """Take a batch out of the air that will touch nothing any more."""
+        batch = self.batch(number)
+        del self._batches[number]
+        return batch
+
+    def flushable(self) -> bool:
+        """Return whether there is a batch to issue."""
+        return self._room(Direction.LOAD) is not None or self._room(Direction.BACKUP) is not None
+
+    def flush(self, limit: Callable[[Piece], int]) -> Iterator[Batch]:
+        """Yield what goes up now, at most one batch per direction; each is to be noted before the next.
+
+        Args:
+            limit: Up to which layer a piece may go.
+        """
+        load, backup = self._room(Direction.LOAD), self._room(Direction.BACKUP)
+        if load is None or backup is None:
+            if load is not None or backup is not None:
+                yield self._issue(Direction.BACKUP if load is None else Direction.LOAD, limit)
+            return
+        # Loads first, but a backup that is due a patience earlier goes before them.
+        late = backup.request.due + PATIENCE < load.request.due
+        first, second = (backup, load) if late else (load, backup)
+        yield self._issue(first.request.direction, limit)
+        if self._room(second.request.direction) is not None:
+            yield self._issue(second.request.direction, limit)
+
+    def _room(self, direction: Direction) -> Piece | None:
+        """Return the most urgent piece of a direction if it may be issued now."""
+        head = self._queues[direction].head()
+        if head is None or not self.budget.has_room(head):
+            return None
+        if len(self._batches) >= MAX_FLIGHTS and self._crowded(direction, head.request.due):
+            return None
+        return head
+
+    def _crowded(self, direction: Direction, due: float) -> bool:
+        """Return whether enough is in the air, all of it some of it at least as urgent as `due`."""
+        free = [
+            batch.due
+            for batch in self._batches.values()
+            if batch.direction is direction and not batch.closed and batch.limit == batch.last
+        ]
+        return len(free) >= MAX_FLIGHTS and min(free) <= due
+
+    def _issue(self, direction: Direction, limit: Callable[[Piece], int]) -> Batch:
+        pieces = self._queues[direction].take(*self.budget.of_batch())
+        self._last += 1
+        head = pieces[0]
+        batch = Batch(
+            self._last,
+            direction,
+            head.request.route,
+            pieces,
+            head.first,
+            head.last,
+            limit=limit(head),
+            nbytes=sum(map(share, pieces)),
+            due=head.request.due,
+            landed=head.first,
+        )
+        self._batches[batch.id] = batch
+        self.budget.issue(batch)
+        return batch
