@@ -17,11 +17,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 import attrs
 
 from offload import Tracer, TransferFailed, layerwise, start_scheduler
 from offload.integrations.vllm.adopt import Adopted
+from offload.integrations.vllm.cores import on_spare_cores
 from offload.integrations.vllm.messages import Job, Outcomes, StepPlan
 from offload.integrations.vllm.moving import Moved, Mover, Moving, Tagger
 from offload.integrations.vllm.settings import Settings
@@ -69,12 +71,11 @@ class WorkerSide:
         """
         tags = Tagger()
         tracer = None if settings.trace is None else tags.tracer(settings.trace_capacity, rank)
-        scheduler = start_scheduler(
-            adopted.backed(num_host_blocks),
-            io_backend=settings.io_backend,
-            driver=settings.driver,
-            tracer=tracer,
-        )
+        group = adopted.backed(num_host_blocks)
+        with on_spare_cores() if adopted.device.type == "cpu" else nullcontext():
+            scheduler = start_scheduler(
+                group, io_backend=settings.io_backend, driver=settings.driver, tracer=tracer
+            )
         return cls(
             settings,
             adopted.layer_of,
