@@ -358,8 +358,9 @@ def test_absent_axes_have_no_stride() -> None:
 
 def test_padded_pages_have_a_dimension_of_their_own() -> None:
     """Pages that are rounded up cannot share a dimension with their tokens."""
+    assert made(PoolKind.MHA, Axes("pt l h d"), page_align=2).axes.text == "p t l h d"
+    assert made(PoolKind.MHA, Axes("pt l h d"), page_align=1).axes.text == "pt l h d"
     host = made(PoolKind.MHA, Axes("pt l h d"), page_align=4096)
-    assert host.axes.text == "p t l h d"
     assert host.arrays[0].shape == (PAGES, 5, LAYERS, 7, 11)
 
 
@@ -377,3 +378,14 @@ def test_an_adopted_axis_of_size_one_steps_as_in_a_dense_array() -> None:
     found = read_array((part,), Axes("p t h d"), array, num_layers=1, num_pages=3)
     assert found is not None
     assert (found[0].dim_stride, found[0].head_stride, found[0].token_stride) == (4, 4, 4)
+
+
+def test_the_finer_side_names_what_is_copied() -> None:
+    """Where one side stores pieces apart, pieces are copied, whatever they are called."""
+    part = Component("zz", 2, 1, 4, 2, (("aa", 1), ("bb", 3)))
+    split = host_geometry(
+        PoolKind.MLA, (part,), Layout.PAGE_FIRST_KV_SPLIT, num_layers=1, num_pages=2
+    )
+    whole = device_geometry(PoolKind.MLA, (part,), num_layers=1, num_pages=2)
+    for pair in (matched(split, whole), matched(whole, split)):
+        assert [(one.name, other.name) for one, other in pair] == [("aa", "aa"), ("bb", "bb")]

@@ -210,7 +210,7 @@ def test_auto_prefers_engines_for_long_runs() -> None:
             for on in ("cuda", "cpu")
         ]
     assert ways == {
-        Layout.LAYER_FIRST: ["memcpy_batch", "direct"],
+        Layout.LAYER_FIRST: ["memcpy_batch", "cpu"],
         Layout.PAGE_HEAD: ["kernel", "cpu"],
     }
 
@@ -295,11 +295,10 @@ def test_runs_are_long_from_the_bound_on(dim: int, engines: bool) -> None:
     assert (auto_order(host, device)[0] is IoBackend.MEMCPY_BATCH) is engines
 
 
-@pytest.mark.parametrize(("heads", "copied"), [(1, True), (2, False)])
-def test_direct_copies_one_run_and_not_two(heads: int, copied: bool) -> None:
+@pytest.mark.parametrize(("tokens", "copied"), [(1, True), (2, False)])
+def test_direct_copies_one_run_and_not_two(tokens: int, copied: bool) -> None:
     """Two runs are as many too many as five hundred."""
-    parts = (Component("k", 2, heads, 8, 2),)
-    host, device = pair(PoolKind.MHA, Axes("p h l t d") if heads > 1 else Axes("p l t d"), parts)
+    host, device = pair(PoolKind.MHA, Layout.PAGE_FIRST, (Component("k", tokens, 2, 8, 2),))
     verdict = Table().judge(PoolKind.MHA, Direction.LOAD, "direct", host, device)
     assert isinstance(verdict, Rejection) is not copied
 
