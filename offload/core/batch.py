@@ -53,6 +53,9 @@ class Limits:
     max_batch_ops: int | None = 65_536
     """Pages merged into one batch: planning that many costs about 1 ms of the stream's own thread."""
 
+    max_batch_requests: int | None = 1024
+    """Requests merged into one batch: issuing so many, or settling them, keeps the event loop for some 5 ms."""
+
     def __attrs_post_init__(self) -> None:
         for field in attrs.fields(Limits):
             value: object = getattr(self, field.name)

@@ -57,8 +57,11 @@ class Budget:
         nbytes, ops = limits.max_batch_bytes or UNBOUNDED, limits.max_batch_ops or UNBOUNDED
         if limits.max_inflight_bytes is not None:
             nbytes = min(nbytes, max(1, limits.max_inflight_bytes - self.inflight_bytes))
-        most = limits.max_inflight_requests
-        return nbytes, ops, None if most is None else most - self.inflight_requests
+        most = limits.max_batch_requests
+        if limits.max_inflight_requests is not None:
+            room = limits.max_inflight_requests - self.inflight_requests
+            most = room if most is None else min(most, room)
+        return nbytes, ops, most
 
     def issue(self, batch: Batch) -> None:
         """Count a batch that went up."""

@@ -45,6 +45,8 @@ Pages: TypeAlias = NDArray[np.int64]
 _WRITER = 1 << 32
 _READERS = _WRITER - 1
 _NOBODY: Sequence[int] = ()
+_STEP = 1 << 16
+"""Pages claimed or released at once: the page faults of fresh temporaries for a million cost more than the rest."""
 _FIRST_LOG = 1024  # entries; 16 KiB, doubled when more than half of it is still needed
 
 
@@ -68,7 +70,7 @@ class HazardTable:
         """How often pages were released or unlocked: who waits for pages need not look before it grows."""
         self.torn = Torn(num_pages, self.mutex)
         """Pages that hold part of a write that did not complete."""
-        self._counter = np.zeros(num_pages, np.int64)
+        self._counter = np.full(num_pages, 0)  # touched now, not under the first claims
         self._writer = np.full(num_pages, -1, np.int64)
         self._reader = np.full(num_pages, -1, np.int64)
         self._reading: dict[int, int] = {}
@@ -89,18 +91,14 @@ class HazardTable:
             Distinct holders in growing order; the shared empty tuple when there are none.
         """
         with self.mutex:
-            counter, follow = self._counter, _NOBODY
-            before = counter[pages]
-            if np.count_nonzero(before):
-                counter[pages] = before + (_WRITER if write else 1)
-                look = self._before_write if write else self._before_read
-                follow = look(holder, pages, before)
-            else:  # the common case: nobody is there
-                counter[pages] = _WRITER if write else 1
-            if write:
-                self._writer[pages] = holder
+            if len(pages) <= _STEP:
+                follow = self._claim(holder, pages, write=write)
             else:
-                self._reader[pages] = holder
+                found: set[int] = set()
+                for some in _steps(pages):
+                    found.update(self._claim(holder, some, write=write))
+                follow = tuple(sorted(found))
+            if not write:
                 self._reading[holder] = self._reading.get(holder, 0) + 1
             return follow
 
@@ -115,10 +113,12 @@ class HazardTable:
     def release(self, holder: int, pages: Pages, *, write: bool) -> None:
         """Take back one claim, with the arguments of that claim."""
         with self.mutex:
+            amount = _WRITER if write else 1
             if len(pages) == 1:
-                self._counter[pages.item()] -= _WRITER if write else 1
+                self._counter[pages.item()] -= amount
             else:
-                self._counter[pages] -= _WRITER if write else 1
+                for some in (pages,) if len(pages) <= _STEP else _steps(pages):
+                    self._counter[some] -= amount
             self.releases += 1
             if not write:
                 left = self._reading[holder] - 1
@@ -193,6 +193,22 @@ class HazardTable:
         pins = self._pins
         held = bool(np.count_nonzero(self._counter[pages]))
         return held or (pins is not None and bool(np.count_nonzero(pins[pages])))
+
+    def _claim(self, holder: int, pages: Pages, *, write: bool) -> Sequence[int]:
+        """Claim pages whose temporaries fit into the cache."""
+        counter, follow = self._counter, _NOBODY
+        before = counter[pages]
+        if np.count_nonzero(before):
+            counter[pages] = before + (_WRITER if write else 1)
+            look = self._before_write if write else self._before_read
+            follow = look(holder, pages, before)
+        else:  # the common case: nobody is there
+            counter[pages] = _WRITER if write else 1
+        if write:
+            self._writer[pages] = holder
+        else:
+            self._reader[pages] = holder
+        return follow
 
     def _before_read(self, holder: int, pages: Pages, before: Pages) -> Sequence[int]:
         shared = pages[(before & _READERS) != 0]
@@ -276,6 +292,10 @@ class _Chain:
         self._page = np.empty(entries, np.int64)
         self._holder = np.empty(entries, np.int64)
         self._previous = np.empty(entries, np.int64)
+
+
+def _steps(pages: Pages) -> list[Pages]:
+    return [pages[start : start + _STEP] for start in range(0, len(pages), _STEP)]
 
 
 def _others(holder: int, holders: set[int]) -> Sequence[int]:

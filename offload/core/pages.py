@@ -78,9 +78,10 @@ def as_pair(one: PagesLike, other: PagesLike, bounds: Bounds) -> tuple[Pages, Pa
         return None
     if both.dtype != np.int64 or both.ndim != 2:
         return None
-    if np.count_nonzero(both.view(np.uint64) >= bounds):
-        return None
-    return both[0], both[1]
+    ids = both.view(np.uint64)
+    if both.shape[1] > _MANY:  # no temporary of two million truth values
+        ids = ids.max(axis=1, keepdims=True)
+    return None if np.count_nonzero(ids >= bounds) else (both[0], both[1])
 
 
 def _plain(pages: PagesLike) -> bool:
