@@ -50,7 +50,7 @@ def scene(folder: Path) -> Iterator[Scene]:
     with engine(model) as bare:
         expected = [bare.ask([prompt], TOKENS)[0] for prompt in (VICTIM, SURVIVOR)]
     hooks = Hooks()
-    connector = ours(driver=driver(hooks=hooks))
+    connector = ours(driver=driver(hooks=hooks), stream_mib=0.0)
     with engine(model, connector, max_num_seqs=2, max_num_batched_tokens=128) as made:
         yield Scene(made, hooks, expected, made.free_blocks)
 

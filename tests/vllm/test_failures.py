@@ -49,7 +49,11 @@ def broken(model: Path, expected: list[Answer]) -> Iterator[Broken]:
     """Start it. What was not loaded is to be computed again."""
     hooks = Hooks()
     connector = ours(
-        driver=driver(hooks=hooks), timeout_s=TIMEOUT_S, policy="recompute", host_blocks=64
+        driver=driver(hooks=hooks),
+        timeout_s=TIMEOUT_S,
+        policy="recompute",
+        host_blocks=64,
+        stream_mib=0.0,
     )
     with engine(model, connector) as made:
         resting = made.free_blocks
@@ -75,6 +79,24 @@ def test_a_load_that_fails_is_computed_again(
     broken.hooks.fail(OSError("the copy broke"), stream="load", layer=layer, nth=1)
     TALLY.near(broken.engine.ask(PROMPTS), expected)
     settle(broken, expected)
+
+
+def test_where_users_want_it_a_failed_load_fails_its_request(
+    model: Path, expected: list[Answer]
+) -> None:
+    """vLLM's default policy: the request ends with an error, the engine goes on, no block leaks."""
+    hooks = Hooks()
+    with engine(model, ours(driver=driver(hooks=hooks))) as made:
+        resting = made.free_blocks
+        made.ask(PROMPTS[:1])
+        made.forget()
+        hooks.fail(OSError("the copy broke"), stream="load", layer=1, nth=1)
+        inputs = {"prompt_token_ids": PROMPTS[0]}
+        (output,) = made.llm.generate(inputs, made.parameters(4), use_tqdm=False)
+        assert output.outputs[0].finish_reason == "error"
+        made.forget()
+        assert made.free_blocks == resting
+        TALLY.near(made.ask(PROMPTS), expected)
 
 
 def test_a_load_that_tears_is_computed_again(broken: Broken, expected: list[Answer]) -> None:

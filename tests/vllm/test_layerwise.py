@@ -42,7 +42,7 @@ def expected(model: Path) -> tuple[list[Answer], list[Answer]]:
 def held(model: Path, expected: object) -> Iterator[tuple[Engine, Hooks]]:
     """An engine whose copies a test can hold. `expected` has been closed by then."""
     hooks = Hooks()
-    with engine(model, ours(driver=driver(hooks=hooks), timeout_s=30.0)) as made:
+    with engine(model, ours(driver=driver(hooks=hooks), timeout_s=30.0, stream_mib=0.0)) as made:
         yield made, hooks
 
 

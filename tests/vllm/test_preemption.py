@@ -37,14 +37,17 @@ def expected(model: Path) -> list[Answer]:
         return bare.ask(PROMPTS, TOKENS)
 
 
-@pytest.fixture(params=[0.0, 0.05], ids=["quick stores", "slow stores"])
+@pytest.fixture(
+    params=[(0.0, 16.0), (0.05, 0.0)], ids=["quick, whole stores", "slow, streaming stores"]
+)
 def small(request: pytest.FixtureRequest, model: Path, expected: object) -> Iterator[Engine]:
     """An engine with a tiny KV cache. `expected` has been closed by then."""
+    delay, stream_mib = request.param
     hooks = Hooks()
-    hooks.delay(request.param, stream="backup")
+    hooks.delay(delay, stream="backup")
     with engine(
         model,
-        ours(driver=driver(hooks=hooks)),
+        ours(driver=driver(hooks=hooks), stream_mib=stream_mib),
         num_gpu_blocks_override=BLOCKS,
         max_model_len=256,
         max_num_batched_tokens=128,

@@ -40,7 +40,7 @@ def test_apart(folder: Path, tmp_path: Path, way: str) -> None:
     with engine(model) as bare:
         cold, warm = bare.ask(PROMPTS), bare.ask(PROMPTS)
     file = tmp_path / "{rank}.trace.json"
-    with engine(model, ours(trace=str(file)), processes=True, **WAYS[way]) as made:
+    with engine(model, ours(trace=str(file), stream_mib=0.0), processes=True, **WAYS[way]) as made:
         first = made.ask(PROMPTS)
         made.forget()
         again = made.ask(PROMPTS)

@@ -47,9 +47,14 @@ class Case:
 
     model: str
     dtype: str
+    stream_mib: float
+    """Stores from this size on leave layer by layer."""
 
 
-CASES = {"llama-fp32": Case("llama", "float32"), "qwen3-bf16": Case("qwen3", "bfloat16")}
+CASES = {
+    "llama-fp32, streaming": Case("llama", "float32", 0.0),
+    "qwen3-bf16, whole stores": Case("qwen3", "bfloat16", 16.0),
+}
 
 
 @attrs.frozen
@@ -87,7 +92,7 @@ def run(request: pytest.FixtureRequest, folder: Path) -> Iterator[Run]:
         }
         turns = conversation(bare)
     hooks = Hooks()
-    connector = ours(driver=driver(hooks=hooks))
+    connector = ours(driver=driver(hooks=hooks), stream_mib=case.stream_mib)
     with engine(model, connector, dtype=case.dtype) as made:
         yield Run(case, made, hooks, expected, turns)
 

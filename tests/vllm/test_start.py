@@ -74,6 +74,16 @@ def test_an_engine_starts_after_a_refused_one(folder: Path) -> None:
         assert made.ask([models.prompt(40, 1)])[0].tokens
 
 
+def test_a_model_whose_attention_reads_no_prefix_is_refused(folder: Path) -> None:
+    """vLLM computes latent attention whole on a CPU: what was loaded would be ignored, and answers wrong."""
+    model = models.save("deepseek_v2", folder / "latent")
+    with (
+        pytest.raises(offload.RequestError, match="leave out the connector"),
+        engine(model, ours()),
+    ):
+        pass
+
+
 def test_recurrent_models_are_refused() -> None:
     """Recurrent states are no blocks of tokens. vLLM's CPU build runs no such model, so its spec is asked about."""
     import torch
@@ -87,6 +97,8 @@ def test_recurrent_models_are_refused() -> None:
         kv_transfer_config=SimpleNamespace(
             kv_role="kv_both", kv_connector_extra_config={"host_blocks": 8}
         ),
+        cache_config=SimpleNamespace(enable_prefix_caching=True),
+        model_config=None,
         parallel_config=SimpleNamespace(),
         speculative_config=None,
     )
