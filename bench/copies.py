@@ -1,0 +1,152 @@
+"""How near does each io backend come to one plain copy, and what does it cost a matrix product beside it?
+
+Every io backend x layout x bytes of a layer of a page, both ways, through a whole scheduler: GB/s as a fraction of
+one plain copy of as many bytes between the same memories, in turns. On a GPU host memory is page-locked; without
+one, what runs on a CPU is measured. A pair that is refused has no figure. `slowdown` is a matrix product's time
+while loads run, divided by its time alone (GPU).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+
+import attrs
+import torch
+
+import offload
+from bench.common import Options, alternate, best, finish, options
+from offload.core.kinds import AUTO, IoBackend, Layout
+
+TOKENS = 16
+PAGE_BYTES = (4 << 10, 64 << 10, 1 << 20)
+LAYERS = 4
+LAYOUTS = (Layout.LAYER_FIRST, Layout.PAGE_FIRST, Layout.PAGE_FIRST_DIRECT, Layout.PAGE_HEAD)
+GPU = torch.cuda.is_available()
+
+
+@attrs.frozen
+class Cell:
+    """One measurement."""
+
+    layout: Layout
+    page_bytes: int
+    total: int
+    """Bytes over all layers."""
+
+    @property
+    def spec(self) -> offload.PoolSpec:
+        """Keys alone, 8 heads, rows of a sixteenth of the page."""
+        return offload.PoolSpec.mha(
+            num_layers=LAYERS,
+            page_size=TOKENS,
+            num_kv_heads=8,
+            head_dim=self.page_bytes // TOKENS // 8 // 2,
+            v_head_dim=0,
+        )
+
+    @property
+    def pages(self) -> int:
+        """How many pages are moved."""
+        return self.total // LAYERS // self.page_bytes
+
+    def name(self, io_backend: str, way: str) -> str:
+        """Return the figure's name."""
+        return f"{io_backend}_{self.layout}_{self.page_bytes >> 10}k_{way}"
+
+
+def shuffled(count: int, seed: int) -> list[int]:
+    """Return so many pages, in shuffled runs of four."""
+    draw = torch.Generator().manual_seed(seed)
+    starts = torch.randperm(count // 4, generator=draw) * 4
+    return [int(start) + n for start in starts for n in range(4)]
+
+
+def plain(total: int, way: str) -> Callable[[], object]:
+    """Return one copy of as many bytes."""
+    there = torch.empty(total, dtype=torch.uint8, pin_memory=GPU)
+    here = torch.empty(total, dtype=torch.uint8, device="cuda" if GPU else "cpu")
+    source, destination = (there, here) if way == "load" else (here, there)
+
+    def copy() -> None:
+        destination.copy_(source, non_blocking=True)
+        if GPU:
+            torch.cuda.synchronize()
+
+    return copy
+
+
+def measured(cell: Cell, io_backend: str, repeats: int) -> Iterator[tuple[str, float]]:
+    """Yield GB/s both ways, and as fractions of a plain copy."""
+    device = offload.DevicePool.allocate(
+        cell.spec, num_pages=cell.pages, device="cuda" if GPU else "cpu"
+    )
+    host = offload.HostPool.like(device, num_pages=cell.pages, layout=cell.layout)
+    there, here = shuffled(cell.pages, 0), shuffled(cell.pages, 1)
+    with offload.start_scheduler(device, host, io_backend=io_backend) as scheduler:
+        for way, verb in (("load", scheduler.load), ("backup", scheduler.backup)):
+            runs: dict[str, Callable[[], object]] = {
+                "ours": partial(_moved, partial(verb, host_pages=there, device_pages=here)),
+                "plain": plain(cell.total, way),
+            }
+            took = alternate(runs, repeats)
+            yield f"{cell.name(io_backend, way)}_gbs", cell.total / took["ours"] / 1e9
+            yield f"{cell.name(io_backend, way)}_of_plain", took["plain"] / took["ours"]
+        if GPU:
+            load = partial(scheduler.load, host_pages=there, device_pages=here)
+            yield f"{cell.name(io_backend, 'load')}_slowdown", slowdown(load)
+
+
+def _moved(submit: Callable[[], offload.Transfer]) -> None:
+    submit().result()
+
+
+def slowdown(load: Callable[[], offload.Transfer]) -> float:
+    """Return the time of matrix products under loads, divided by their time alone."""
+    one = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+
+    def products() -> None:
+        for _ in range(50):
+            one @ one
+        torch.cuda.synchronize()
+
+    alone = best(products, 3)
+    under = float("inf")
+    for _ in range(3):
+        moving = [load() for _ in range(8)]
+        under = min(under, best(products, 1))
+        for each in moving:
+            each.result()
+    return under / alone
+
+
+def main() -> None:
+    """Measure and print."""
+    given = options(__doc__)
+    figures: dict[str, float] = {}
+    for layout, page_bytes in product(LAYOUTS, PAGE_BYTES):
+        cell = Cell(layout, page_bytes, _total(given))
+        for io_backend in (*(each.value for each in IoBackend), AUTO):
+            try:
+                figures |= dict(measured(cell, io_backend, 3 if given.quick else 9))
+            except offload.UnsupportedPairError:
+                continue
+    figures["auto_vs_best"] = min(_of_best(figures))
+    finish("copies", figures, given)
+
+
+def _total(given: Options) -> int:
+    return (256 << 20 if GPU else 64 << 20) // (4 if given.quick else 1)
+
+
+def _of_best(figures: dict[str, float]) -> Iterator[float]:
+    """Yield what `auto` reaches of the best io backend, by cell and way."""
+    for name, value in figures.items():
+        if name.startswith("auto_") and name.endswith("_gbs"):
+            cell = name.removeprefix("auto")
+            yield value / max(each for other, each in figures.items() if other.endswith(cell))
+
+
+if __name__ == "__main__":
+    main()
