@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 
+from offload.testing import RaceError
+from tests.sched import on_both, sim_scheduler
 from tests.soak.plants import PLANTS, first_find, planted
 from tests.soak.run import Outcome, play, shrink
 from tests.soak.steps import program
@@ -61,3 +65,22 @@ def test_a_failing_program_is_made_smaller_and_replays() -> None:
 def test_programs_repeat() -> None:
     """A seed tells the same story every time."""
     assert play(3) == play(3)
+
+
+@pytest.mark.parametrize("early", [False, True])
+@on_both
+async def test_the_race_detector_sees_a_page_that_was_freed_early(early: bool) -> None:
+    """A page whose bytes still move is not handed out; if it is, compute that writes it is a race."""
+    with planted("freed early") if early else nullcontext():
+        async with sim_scheduler(latency=1e-3) as (scheduler, sim, device, _):
+            pages = device.pages.alloc(8)
+            await scheduler.backup(device_pages=pages[:1], host_pages=[0])
+            await sim.advance(1e-4)
+            device.pages.free(pages)
+            again = device.pages.alloc(7).tolist()
+            assert (int(pages[0]) in again) is early
+            sim.compute(1e-6, writes=[(device, layer, again) for layer in range(4)])
+            if early:
+                with pytest.raises(RaceError):
+                    await sim.run_until_idle()
+            await sim.run_until_idle()
