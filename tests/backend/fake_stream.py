@@ -64,11 +64,16 @@ def check(
     pairs: list[tuple[int, int]],
     *,
     layers_at_once: bool = False,
+    page_align: int | None = None,
 ) -> None:
-    """Copy two layers, compare every byte of both pools with what the oracle makes of it."""
+    """Copy two layers, compare every byte of both pools with what the oracle makes of it.
+
+    Args:
+        page_align: Pad the host pool's pages; the padding holds bytes too, and is compared.
+    """
     name, layout, direction = cell
-    device, host = pools(name, layout)
-    wanted, host_wanted = pools(name, layout)
+    device, host = pools(name, layout, page_align=page_align)
+    wanted, host_wanted = pools(name, layout, page_align=page_align)
     with on_stream(fake):
         prepared = backend.prepare(device, host, direction, runs_of(pairs))
         for layer in (2, 0):

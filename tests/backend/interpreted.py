@@ -56,6 +56,14 @@ def test_layers_in_one_launch_copy_as_the_oracle_does(cell: Cell) -> None:
         check(FakeCuda(seed), KernelBackend(), cell, pairs, layers_at_once=True)
 
 
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(cell))
+def test_padding_between_pages_is_left_alone(cell: Cell) -> None:
+    """With a padded page stride, the bytes between two pages keep what they held."""
+    if cell[1] is not Layout.LAYER_FIRST:
+        for backend in (KernelBackend(), StagedBackend()):
+            check(FakeCuda(), backend, cell, page_sets(cell[2])[6], page_align=4096)
+
+
 @pytest.mark.parametrize("cell", cells(IoBackend.STAGED), ids=lambda cell: "-".join(cell))
 def test_a_staged_cell_copies_as_the_oracle_does(
     cell: Cell, monkeypatch: pytest.MonkeyPatch

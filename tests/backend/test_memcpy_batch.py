@@ -29,6 +29,13 @@ def test_a_supported_cell_copies_as_the_oracle_does(cell: Cell) -> None:
         check(FakeCuda(seed), MemcpyBatchBackend(), cell, pairs)
 
 
+@pytest.mark.parametrize("cell", CELLS, ids=lambda cell: "-".join(cell))
+def test_padding_between_pages_is_left_alone(cell: Cell) -> None:
+    """With a padded page stride, the bytes between two pages keep what they held."""
+    if cell[1] is not Layout.LAYER_FIRST:
+        check(FakeCuda(), MemcpyBatchBackend(), cell, page_sets(cell[2])[4], page_align=4096)
+
+
 def test_a_call_takes_a_bounded_number_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """A layer of more runs takes several calls."""
     assert memcpy_batch.MAX_OPS == 4096
