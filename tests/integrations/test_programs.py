@@ -14,7 +14,7 @@ from offload.driver.hooks import Hooks
 from offload.driver.threads import ThreadsDriver
 from offload.integrations.transformers import Session
 from tests.integrations.tiny import Rig, forward, ids, rig
-from tests.integrations.turns import same_bits, tear
+from tests.integrations.turns import free_pages, same_bits, tear
 
 Step = torch.Tensor | int
 """A chunk that ran, or minus the number of tokens that were cropped."""
@@ -136,11 +136,13 @@ def replayed(r: Rig, steps: list[Step]) -> torch.Tensor:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", ["llama", "deepseek_v32", "mamba2", "jamba", "falcon_h1"])
 def test_a_random_program_computes_what_its_replay_computes(name: str, seed: int) -> None:
-    """Runs, torn forwards, backups, loads and failures of both, in any order: every logit is a replay's."""
+    """Runs, torn forwards, backups, loads and failures of both, in any order: every logit is a replay's,
+    and in the end every page is back."""
     hooks = Hooks()
 
     async def body() -> None:
         async with rig(name, torch.float32, driver=ThreadsDriver(hooks=hooks)) as r:
+            before = free_pages(r)
             session = r.sessions.open(max_tokens=80)
             program = Program(r, hooks, random.Random(seed), session)
             for _ in range(STEPS):
@@ -148,5 +150,7 @@ def test_a_random_program_computes_what_its_replay_computes(name: str, seed: int
             if not session.resident:
                 await session.load()
             await program.run()
+            session.close()
+            assert free_pages(r) == before
 
     anyio.run(body)

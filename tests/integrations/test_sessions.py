@@ -9,7 +9,7 @@ import torch
 import offload
 from offload.driver.hooks import Hooks
 from offload.driver.threads import ThreadsDriver
-from tests.integrations.tiny import PAGE_SIZE, Rig, forward, ids, rig
+from tests.integrations.tiny import PAGE_SIZE, forward, ids, rig
 from tests.integrations.turns import (
     ALL,
     CROPPABLE,
@@ -17,6 +17,7 @@ from tests.integrations.turns import (
     continued,
     evicted,
     expected,
+    free_pages,
     run_chunks,
     same_bits,
     tear,
@@ -273,19 +274,14 @@ def test_closing_gives_every_page_back(name: str) -> None:
             session = r.sessions.open(max_tokens=80)
             await r.use(session, ids(PREFIX, seed=1))
             await session.evict()
-            await (await session.load())
+            await session.load()
+            await r.use(session, ids(3, seed=2))
+            await session.backup()
             assert free_pages(r) != before
             session.close()
             assert free_pages(r) == before
 
     anyio.run(body)
-
-
-def free_pages(r: Rig) -> list[int]:
-    """Return how many pages each pool can hand out."""
-    return [
-        pool.pages.num_free for member in r.pools.members for pool in (member.device, member.host)
-    ]
 
 
 def test_a_device_pool_without_a_run_of_pages_refuses_the_session() -> None:

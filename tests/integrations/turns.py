@@ -92,3 +92,10 @@ def tear(patch: pytest.MonkeyPatch, layer: int, *, nth: int = 1) -> None:
         return reach(residency, reached)
 
     patch.setattr(Residency, "reach", torn)
+
+
+def free_pages(r: Rig) -> list[int]:
+    """Return how many pages each pool can hand out."""
+    return [
+        pool.pages.num_free for member in r.pools.members for pool in (member.device, member.host)
+    ]
