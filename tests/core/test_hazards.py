@@ -242,3 +242,37 @@ def test_last_writer_is_the_latest_claim_alive_or_not() -> None:
     assert not table.last_writer_is(1, pages(0, 1))
     assert table.written_since(1, pages(0, 1))
     assert not table.written_since(3, pages(0, 1))
+
+
+def test_the_youngest_holder_is_remembered_on_either_side() -> None:
+    """The last holder that claimed anything, as a reader or a writer, alive or not; nobody at first."""
+    table = HazardTable(8)
+    assert table.youngest() == -1
+    assert HazardTable(0).youngest() == -1
+    table.claim(0, pages(3), write=True)
+    assert (table.youngest(), table.last_writer(3), table.last_writer(2)) == (0, 0, -1)
+    table.claim(4, pages(5), write=False)
+    assert table.youngest() == 4
+    table.release(4, pages(5), write=False)
+    table.claim(6, pages(1), write=True)
+    table.release(6, pages(1), write=True)
+    assert (table.youngest(), table.last_writer(1)) == (6, 6)
+    assert table.held()
+    table.release(0, pages(3), write=True)
+    assert not table.held()
+
+
+@pytest.mark.parametrize("write", [False, True])
+def test_busy_sees_claims_and_locks(write: bool) -> None:
+    """A page is busy while somebody claims it or has locked it, and others are not."""
+    table = HazardTable(8)
+    assert not table.busy(pages(0, 3))
+    table.claim(1, pages(3), write=write)
+    assert table.busy(pages(0, 3))
+    assert not table.busy(pages(0, 2))
+    table.release(1, pages(3), write=write)
+    table.lock(pages(2))
+    assert table.busy(pages(0, 2))
+    assert not table.busy(pages(0, 3))
+    table.unlock(pages(2))
+    assert not table.busy(pages(0, 1, 2, 3))

@@ -120,6 +120,44 @@ def test_a_backup_runs_from_device_to_host() -> None:
     assert expand(plan.parts[0].runs) == [(1, 3), (2, 4)]
 
 
+@pytest.mark.parametrize("way", Direction)
+@pytest.mark.parametrize("members", [(4,), (4, 2)])
+def test_a_plan_says_what_it_is_of(way: Direction, members: tuple[int, ...]) -> None:
+    """One member or several: direction, members in their order, rules and runs are those of the request."""
+    host, device = columns([(3, 1), (4, 2), (9, 7)])
+    named = Request(1, way, tuple((m, host, device) for m in members), "route", 0, 3, 0.0)
+    scratch = Scratch()
+    plan = plan_copy(way, [named], scratch)
+    assert (plan.direction, plan.rules) == (way, 1)
+    assert [part.member for part in plan.parts] == list(members)
+    pairs = [(3, 1), (4, 2), (9, 7)]
+    expected = pairs if way is Direction.LOAD else [(d, h) for h, d in pairs]
+    assert all(expand(part.runs) == expected for part in plan.parts)
+
+
+def test_members_that_share_one_side_alone_are_planned_apart() -> None:
+    """The same host pages into other device pages, or the reverse, are other runs."""
+    host, device = columns([(3, 1), (4, 2)])
+    other_host, other_device = columns([(8, 6), (9, 5)])
+    parts = ((0, host, device), (1, host, other_device), (2, other_host, device))
+    plan = plan_copy(Direction.LOAD, [request(1, *parts)])
+    assert plan.rules == 3
+    assert [expand(part.runs) for part in plan.parts] == [
+        [(3, 1), (4, 2)],
+        [(3, 6), (4, 5)],
+        [(8, 1), (9, 2)],
+    ]
+
+
+def test_shifted_copies_move_each_side_by_its_own() -> None:
+    """The source goes on by the first number and the destination by the second, both forwards."""
+    ops = Ops(np.array([0, 8]), np.array([100, 200]), np.array([8, 4]))
+    moved = ops.shifted(1000, 50)
+    assert moved.source.tolist() == [1000, 1008]
+    assert moved.destination.tolist() == [150, 250]
+    assert moved.nbytes.tolist() == [8, 4]
+
+
 LAYERS = 3
 SIDES = {
     PoolKind.MHA: (Component("k", 3, 2, 5, 2), Component("v", 3, 2, 7, 2)),
