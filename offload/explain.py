@@ -156,10 +156,16 @@ def _paragraph(verdict: Verdict) -> str:
     also = (
         f" So {'do' if len(others) > 1 else 'does'} {one_of(others, word='and')}." if others else ""
     )
+    calls = _ONE_CALL if verdict.chosen == IoBackend.MEMCPY_BATCH else ""
     return (
         f"io_backend {verdict.chosen!r}{asked} {verb} layout {verdict.layout!r} ({verdict.kind}) by "
-        f"{verdict.strategy!r}: one layer of one page is {pieces}.{also}"
+        f"{verdict.strategy!r}: one layer of one page is {pieces}.{calls}{also}"
     )
+
+
+_ONE_CALL = (
+    " A layer is one call of the CUDA driver; one older than 12.8 takes a call for each run."
+)
 
 
 def cells(kind: PoolKind | None = None, *, device: str | None = None) -> Iterator[Verdict]:

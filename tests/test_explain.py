@@ -96,3 +96,11 @@ def test_pools_get_the_same_verdict(kind: PoolKind) -> None:
             assert verdict.reason == judged.reason
             assert {layout.value, name.value} <= set(str(verdict).replace("'", " ").split())
             assert verdict.io_backends or verdict.layouts or "Use io_backend" in str(verdict)
+
+
+def test_what_an_older_cuda_driver_lacks_is_told() -> None:
+    """`memcpy_batch` is one call where the CUDA driver has it, and plain copies where it does not."""
+    spec = PoolSpec.rows(num_layers=2, page_size=1, row_bytes=64)
+    for io_backend, said in (("memcpy_batch", True), ("direct", False)):
+        verdict = explain(spec, layout="page_first", io_backend=io_backend)
+        assert ("older than 12.8 takes a call for each run" in str(verdict)) is said
