@@ -74,6 +74,35 @@ def test_runs_are_the_longest_that_step_together(block: int) -> None:
         assert list(zip(here.tolist(), there.tolist(), strict=True)) == ordered
 
 
+@pytest.mark.parametrize("order", ["sorted", "reversed", "shuffled", "late swap"])
+@pytest.mark.parametrize("n", [15, 4096, 4097, 9000])
+def test_runs_of_lists_of_any_length(n: int, order: str) -> None:
+    """Whether or not they have to be sorted first; the scratch was left full by another plan."""
+    draw = random.Random(n)
+    sources = sorted(draw.sample(range(2 * n), n))
+    pairs = [(s, s + 3 if s % 7 else 5 * n + s) for s in sources]
+    if order == "reversed":
+        pairs.reverse()
+    elif order == "shuffled":
+        draw.shuffle(pairs)
+    elif order == "late swap":
+        pairs[-1], pairs[-2] = pairs[-2], pairs[-1]
+    scratch = Scratch()
+    coalesce(*columns([(1, 1)] * (n + 5)), scratch)
+    runs = coalesce(*columns(pairs), scratch)
+    assert runs.num_pages == n
+    found = zip(runs.source.tolist(), runs.destination.tolist(), runs.count.tolist(), strict=True)
+    assert list(found) == longest_runs(pairs)
+
+
+def test_repeated_sources_are_no_neighbours() -> None:
+    """One source for several destinations is a run for each, in order already or not."""
+    for n in (4, 5000):
+        pairs = [(5, d) for d in range(n)]
+        assert expand(coalesce(*columns(pairs), Scratch())) == pairs
+        assert expand(coalesce(*columns(pairs[::-1]), Scratch())) == pairs
+
+
 def test_runs_outlive_the_scratch() -> None:
     """A second plan with the same buffers changes nothing in the first."""
     scratch = Scratch()
@@ -244,6 +273,20 @@ def broken(part: ComponentGeometry, draw: random.Random) -> ComponentGeometry:
     """Return the same geometry in memory that was registered in chunks."""
     end = part.at(LAYERS - 1, 19)
     return attrs.evolve(part, breaks=tuple(sorted(draw.sample(range(1, end), 9))))
+
+
+@pytest.mark.parametrize("side", ["source", "destination"])
+def test_breaks_on_one_side_are_kept(side: str) -> None:
+    """A place that no copy may cross cuts copies, whichever side has it."""
+    parts = (Component("row", 1, 1, 64, 1),)
+    host = host_geometry(PoolKind.ROWS, parts, Layout.LAYER_FIRST, num_layers=1, num_pages=4)
+    sides = {"source": host.components[0], "destination": host.components[0]}
+    sides[side] = attrs.evolve(sides[side], breaks=(32, 100))
+    runs = coalesce(*columns([(0, 0), (1, 1), (2, 2)]))
+    ops = copy_ops(runs, sides["source"], sides["destination"], 0)
+    assert ops.source.tolist() == [0, 32, 100]
+    assert ops.destination.tolist() == [0, 32, 100]
+    assert ops.nbytes.tolist() == [32, 68, 92]
 
 
 def crossings(offsets: Pages, sizes: Pages, breaks: tuple[int, ...]) -> list[tuple[int, int]]:
