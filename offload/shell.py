@@ -150,7 +150,7 @@ class Shell:
         finally:
             self.take_pools(None)
         if self.tracer is not None:
-            self.tracer.opened(str(self.group.anchor.device.device), list)
+            self.tracer.closed()
 
     def take_pools(self, owner: object | None) -> None:
         """Make the pools' tables ours, or nobody's.

@@ -136,5 +136,25 @@ class Counter(NamedTuple):
     values: Mapping[str, int]
 
 
+_NUMBERS: Final = {COPY: 5, PLAN: 3, REQUEST: 4, WAIT: 3}
+"""Where in a record the number of its batch or request stands."""
+
+_LISTS: Final = {PLAN: 6, LAYER: 5}
+"""Where the numbers of several requests stand."""
+
+
+def renumbered(record: Record, by: int) -> Record:
+    """Return a record whose requests and batches have numbers higher by so many."""
+    kind, fields = record[0], list(record)
+    if kind in _NUMBERS:
+        fields[_NUMBERS[kind]] += by
+    if kind in _LISTS:
+        fields[_LISTS[kind]] = tuple(number + by for number in fields[_LISTS[kind]])
+    if kind == INSTANT and fields[4]:
+        told = fields[4]
+        fields[4] = {k: v + by if k in ("request", "batch") else v for k, v in told.items()}
+    return tuple(fields)
+
+
 KINDS: Final = (Copy, Plan, Request, Wait, Step, Layer, Tick, Instant, Counter)
 """The reader's type of each kind of record, by its number."""

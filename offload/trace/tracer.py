@@ -20,7 +20,7 @@ Every site is one check, then one call with positional integers that the caller 
 | `tick(start, end)` | once per turn of the scheduler that did something | loop |
 | `instant(name, ns, args)`, `counter(name, ns, values)` | cancels, errors; the used bytes of the host pools | any |
 | `mark(name, **args)` | whatever the caller wants to see, such as `mark("evict", chat=3)` | any |
-| `opened(device, in_flight)` | once, when the scheduler opens | loop |
+| `opened(device, in_flight)`, `closed()` | by the scheduler that records here, one at a time | loop |
 
 `issue` and `issued` bracket the enqueueing of a layer on its stream; pass 0 for both when it was not stamped.
 *Ops* are the copies that were asked for, before anything was merged; *transfers* the copies that were made.
@@ -56,6 +56,9 @@ if TYPE_CHECKING:
 
 DEFAULT_CAPACITY = 65_536
 """13 MB of tuples, and an export of well under a second: about 40 s of a busy 32-layer engine."""
+
+EARLIER = 10**9
+"""How far the numbers of an earlier scheduler's requests and batches are moved: more than anyone makes."""
 
 
 @attrs.frozen
@@ -125,9 +128,20 @@ class Tracer:
     # ---- recording, for the scheduler and the hooks ----------------------------------------------
 
     def opened(self, device: str, in_flight: Callable[[], Sequence[OpenRequest]]) -> None:
-        """Learn whose recording this is, and whom an export asks for requests that have not settled."""
+        """Learn whose recording this is, and whom an export asks for requests that have not settled.
+
+        Each scheduler numbers its requests and batches from 1. What an earlier one has recorded gets other
+        numbers now, so that its copies are not taken for those of the new one.
+        """
         self.device = device
         self._in_flight = in_flight
+        earlier = [r.renumbered(record, EARLIER) for record in self._ring]
+        self._ring.clear()
+        self._ring.extend(earlier)
+
+    def closed(self) -> None:
+        """Learn that the scheduler that recorded here has no requests any more."""
+        self._in_flight = None
 
     def tags(self) -> Tags | None:
         """Return the caller's labels as they are now. What `labels` raises is raised to the submitter."""

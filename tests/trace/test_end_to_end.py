@@ -278,3 +278,26 @@ def test_a_second_is_a_million_microseconds(backend: str, tmp_path: Path) -> Non
     anyio.run(body, backend=backend)
     starts = [e["ts"] for e in by_category(tracer.export(tmp_path / "run.json"), "load")]
     assert starts[LAYERS] - starts[0] == pytest.approx(1_000_000, abs=1)
+
+
+def test_one_tracer_for_one_scheduler_after_the_other(tmp_path: Path) -> None:
+    """Both number their requests from 1, and yet each copy shows its own requests, and each wait its own copy."""
+    tracer = offload.Tracer(labels=label)
+    for name in ("first", "second"):
+        with offload.start_scheduler(*pools(), tracer=tracer) as scheduler, rid(name):
+            load = scheduler.load(host_pages=[0], device_pages=[0])
+            assert load.id == 1
+            load.result(timeout=5)
+            with scheduler.hold():
+                cancelled = scheduler.load(host_pages=[1], device_pages=[1])
+                cancelled.cancel()
+    path = tracer.export(tmp_path / "run.json")
+    assert [e["args"]["tags"] for e in by_category(path, "load")] == [
+        *["rid=first"] * LAYERS,
+        *["rid=second"] * LAYERS,
+    ]
+    spans = [e["args"]["request"] for e in by_category(path, "request") if e["name"] == "request"]
+    marked = [args["request"] for args in recorded(path, "i", "cancel")]
+    assert spans == [1_000_000_001, 1_000_000_002, 1, 2]
+    assert marked == [1_000_000_002, 2]
+    assert check(path) == []
