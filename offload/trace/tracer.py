@@ -135,7 +135,7 @@ class Tracer:
         """
         self.device = device
         self._in_flight = in_flight
-        earlier = [r.renumbered(record, EARLIER) for record in self._ring]
+        earlier = [r.renumbered(record, EARLIER) for record in list(self._ring)]
         self._ring.clear()
         self._ring.extend(earlier)
 
