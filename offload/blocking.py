@@ -13,6 +13,7 @@ import attrs
 
 from offload.scheduler import Scheduler
 from offload.threadface import ThreadFace
+from offload.waits import check_timeout
 
 EXIT_SECONDS = 1.0
 """How long interpreter exit waits for a scheduler that nobody closed."""
@@ -27,12 +28,14 @@ class BlockingScheduler(ThreadFace):
     _ready: threading.Event = attrs.field(init=False, factory=threading.Event)
     _faults: list[BaseException] = attrs.field(init=False, factory=list)
     _thread: threading.Thread = attrs.field(init=False)
+    _drain: bool = attrs.field(init=False, default=False)
 
     @classmethod
     def start(cls, scheduler: Scheduler) -> Self:
         """Start the loop thread; return when the scheduler is open on it."""
-        scheduler.shell.private = True
-        face = cls(scheduler.shell)
+        shell = scheduler._shell
+        shell.private = True
+        face = cls(shell)
         face._scheduler = scheduler
         face._thread = threading.Thread(target=face._main, name="offload-loop", daemon=True)
         face._thread.start()
@@ -60,6 +63,7 @@ class BlockingScheduler(ThreadFace):
         async with self._scheduler:
             self._ready.set()
             await self._exit.wait()
+            await self._scheduler.aclose(drain=self._drain)
 
     def close(self, drain: bool = False, timeout: float | None = None) -> None:
         """Stop intake, cancel what is queued (or finish it: `drain`), wait until nothing moves; end the thread.
@@ -69,12 +73,14 @@ class BlockingScheduler(ThreadFace):
         Raises:
             TimeoutError: Not within `timeout` seconds; closing goes on, and `close` may be called again.
         """
+        check_timeout(timeout)
         shell = self._shell
         if self._thread.is_alive():
             shell.check_may_block("close")
 
             def leave() -> None:
-                self._scheduler.begin_close(drain)
+                shell.stop_intake()
+                self._drain = drain
                 self._exit.set()
 
             shell.post(leave)

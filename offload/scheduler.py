@@ -40,7 +40,6 @@ class Scheduler:
     """Moves pages between the pools of a group. Made by `open_scheduler`; belongs to one event loop."""
 
     _shell: Shell
-    _drain: bool = False
     _closed: anyio.Event | None = None
 
     # Life ------------------------------------------------------------------------------------------
@@ -90,14 +89,13 @@ class Scheduler:
                 return
             self._closed = anyio.Event()
             try:
-                await self._close(drain or self._drain, deadline)
+                await self._close(drain, deadline)
             finally:
                 self._closed.set()
 
     async def _close(self, drain: bool, deadline: float | None) -> None:
         shell = self._shell
-        shell.closing = True
-        shell.line.refuse()
+        shell.stop_intake()
         if drain and deadline is not None and not math.isinf(deadline):
             shell.timer.call_at(deadline, self._cancel_queued_soon)
         shell.take_inbox()
@@ -110,11 +108,6 @@ class Scheduler:
         await checkpoint()
         await self._until_quiet()
         shell.close()
-
-    def begin_close(self, drain: bool) -> None:
-        """Refuse what comes from now on; say what `aclose` does about what is queued."""
-        self._shell.closing, self._drain = True, drain
-        self._shell.line.refuse()
 
     async def _cancel_queued(self) -> None:
         """Cancel everything that was not issued, a chunk per turn of the loop."""
@@ -280,18 +273,11 @@ class Scheduler:
                 timer.cancel(alarm)
             self._shell.line.leave(place)
 
-    # Acts of a transfer, from any thread -------------------------------------------------------------
-
     def hold(self) -> AbstractContextManager[None]:
         """Keep back what this thread submits until the block ends; then it is one batch."""
         return acts.hold(self._shell)
 
     # Questions ---------------------------------------------------------------------------------------
-
-    @property
-    def shell(self) -> Shell:
-        """What its faces share."""
-        return self._shell
 
     @property
     def group(self) -> PoolGroup:
@@ -361,8 +347,6 @@ class Scheduler:
     def __repr__(self) -> str:
         state = "closed" if self._shell.closing else f"{len(self._shell.rides)} transfers"
         return f"<Scheduler {self._shell.group!r} on {self._shell.driver.name}, {state}>"
-
-    # Turns ---------------------------------------------------------------------------------------------
 
 
 def _is_time(value: object) -> bool:

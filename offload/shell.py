@@ -56,6 +56,7 @@ from offload.ride import Ride
 from offload.route import Route
 from offload.statistics import DirectionStatistics, Statistics
 from offload.submit import Desk
+from offload.tenancy import Tenancy
 from offload.timer import Timer
 from offload.trace import Tracer
 from offload.trace.pools import PoolUse
@@ -103,6 +104,7 @@ class Shell:
     machine: Machine = attrs.field(init=False)
     ledger: Ledger = attrs.field(init=False)
     line: Line = attrs.field(init=False)
+    tenancy: Tenancy = attrs.field(init=False)
     home: Home = attrs.field(factory=Nowhere)
     timer: Timer = attrs.field(init=False)
     rides: dict[int, Ride] = attrs.field(factory=dict)
@@ -113,7 +115,6 @@ class Shell:
     _inbox: deque[Callable[[], None]] = attrs.field(factory=deque)
     _turn_due: bool = False
     _changed: list[anyio.Event] = attrs.field(factory=list)
-    _burial: threading.Lock = attrs.field(factory=threading.Lock)
 
     def __attrs_post_init__(self) -> None:
         tables = tuple(
@@ -123,6 +124,7 @@ class Shell:
         pools = PoolUse([member.host for member in self.group.members])
         self.ledger = Ledger(self.counters, self.tracer, self.driver.now_ns, pools)
         self.line = Line(self.machine.budget, self.limits.max_queued_bytes)
+        self.tenancy = Tenancy(self.group, self.machine, self.driver, self._flights)
 
     def open(self) -> None:
         """Settle on the loop that runs now.
@@ -132,9 +134,10 @@ class Shell:
         """
         if not isinstance(self.home, Nowhere):
             raise RequestError("a scheduler can be entered once. Call open_scheduler again.")
-        self.take_pools(self)
+        home = Home()
+        self.tenancy.take(home)
         self.machine.open()
-        self.home = Home()
+        self.home = home
         self.timer = Timer(self.driver, self.home)
         if self.tracer is not None:
             self.tracer.clock = self.driver.now_ns
@@ -148,28 +151,9 @@ class Shell:
         try:
             self.driver.close()
         finally:
-            self.take_pools(None)
+            self.tenancy.give_back()
         if self.tracer is not None:
             self.tracer.closed()
-
-    def take_pools(self, owner: object | None) -> None:
-        """Make the pools' tables ours, or nobody's.
-
-        Raises:
-            RequestError: One belongs to a scheduler that is open.
-        """
-        pools = [pool for member in self.group.members for pool in (member.device, member.host)]
-        for pool in pools:
-            before = pool.pages.table.owner
-            if owner is not None and isinstance(before, Shell) and before.dead:
-                before.bury()
-            if owner is not None and pool.pages.table.owner is not None:
-                raise RequestError(
-                    f"{pool!r} belongs to a scheduler that is open. Close that one first, or give "
-                    "each scheduler pools of its own."
-                )
-        for pool in pools:
-            pool.pages.table.owner = owner
 
     # What every face asks -----------------------------------------------------------------------
 
@@ -194,6 +178,11 @@ class Shell:
     def working(self) -> bool:
         """Whether anything is still to be decided or to land."""
         return self.stuck is None and self.machine.pending()
+
+    def stop_intake(self) -> None:
+        """Refuse what comes from now on, and who waits for room."""
+        self.closing = True
+        self.line.refuse()
 
     def refuse_closed(self) -> None:
         """Raise if it is closed, or closing."""
@@ -254,20 +243,7 @@ class Shell:
             self._arrivals.append(flight)
             self.ask_for_turn()
         if flight.over and self.dead:
-            self.bury()
-
-    def bury(self) -> None:
-        """After the loop's end, let go of the pools as soon as nothing moves any more. Any thread."""
-        still = [flight for flight in self._flights.values() if not flight.over]
-        for flight in still:
-            if flight.limit < flight.batch.last:  # nobody will let it go on
-                flight.stopped = True
-                self.driver.stream(flight.batch.direction).kick()
-        if not still:
-            with self._burial:
-                self.machine.forget()
-                if any(table.owner is self for pair in self.machine.tables for table in pair):
-                    self.take_pools(None)
+            self.tenancy.bury()
 
     def ask_for_turn(self) -> bool:
         if not self._turn_due:
@@ -462,8 +438,7 @@ class Shell:
 
     def _give_up(self, error: BaseException) -> None:
         """Settle everything as failed and refuse everything; no page is unlocked any more."""
-        self.closing = True
-        self.line.refuse()
+        self.stop_intake()
         for ride in list(self.rides.values()):
             for each in (ride, *ride.riders()):
                 if not each.settled:

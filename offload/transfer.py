@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 
-import attrs
-
 from offload import acts, waits
 from offload.core.batch import State
 from offload.core.kinds import Direction
@@ -13,7 +11,6 @@ from offload.errors import TransferFailed
 from offload.ride import RELEASED, SETTLED, Ride
 
 
-@attrs.frozen(eq=False, repr=False, init=False)
 class Transfer:
     """A load or a backup under way. Waiting consumes nothing: wait late, often, from many places.
 
@@ -21,10 +18,10 @@ class Transfer:
     `fence` and `result` are for threads.
     """
 
-    _ride: Ride
+    __slots__ = ("__weakref__", "_ride")
 
-    def __init__(self, _ride: Ride, /) -> None:
-        self.__attrs_init__(_ride)
+    def __init__(self, ride: Ride, /) -> None:
+        self._ride = ride
 
     # What it is ----------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import anyio
 import pytest
+from anyio.lowlevel import checkpoint
 
 import offload
 from offload.core.machine import Machine
@@ -278,3 +279,44 @@ async def test_waits_for_idle_pages_that_were_cancelled_leave_nothing_behind() -
         assert len(scheduler._shell._changed) < 5
         gate.open()
         await sim.run_until_idle()
+
+
+# A cancel at every step ------------------------------------------------------------------------------------
+
+
+async def everything(scheduler: offload.Scheduler) -> None:
+    """Do all that can be awaited, with a line in which some have to wait."""
+
+    async def one(number: int) -> None:
+        load = await scheduler.load(
+            host_pages=[number], device_pages=[number % 2], deadline=scheduler.now() + 60
+        )
+        await load.issued()
+        await load.layer(2)
+        await load
+        await load.source_reusable()
+        await scheduler.idle(device_pages=[number % 2])
+
+    async with anyio.create_task_group() as group:
+        for number in range(4):
+            group.start_soon(one, number)
+        backup = await scheduler.backup(device_pages=[5], host_pages=[9], streaming=True)
+        for layer in range(4):
+            backup.layer_written(layer)
+            await backup.layer(layer)
+        await backup
+    await scheduler.aclose(drain=True)
+
+
+@pytest.mark.parametrize("ticks", range(0, 60, 3))
+@on_both
+async def test_a_cancel_at_any_step_leaves_everything_whole(ticks: int) -> None:
+    """Whoever is cancelled after however many turns of the loop: nothing hangs, and nothing is lost."""
+    device, host = pools()
+    made = offload.open_scheduler(device, host, driver=ThreadsDriver(), limits=ONE)
+    async with made as scheduler, anyio.create_task_group() as group:
+        group.start_soon(everything, scheduler)
+        for _ in range(ticks):
+            await checkpoint()
+        group.cancel_scope.cancel()
+    check_left(scheduler, device, host)

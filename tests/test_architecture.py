@@ -48,7 +48,19 @@ EDGES: dict[str, set[str]] = {
 }
 SCHEDULER: set[str] = {
     *("flight", "transfer", "submit", "statistics", "holding", "parking", "timer", "threadface"),
-    *("scheduler", "layerwise", "opening", "blocking", "shell", "admission", "ride", "waits", "acts", "ledger"),
+    *(
+        "scheduler",
+        "layerwise",
+        "opening",
+        "blocking",
+        "shell",
+        "admission",
+        "ride",
+        "waits",
+        "acts",
+        "ledger",
+        "tenancy",
+    ),
 }
 """Pieces of the scheduler: they may import any inner room and each other."""
 

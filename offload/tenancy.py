@@ -1,0 +1,75 @@
+"""Whose pools these are: a table of pages keeps one order, and so serves one scheduler at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+
+import attrs
+
+from offload.core.machine import Machine
+from offload.driver.base import Driver
+from offload.errors import RequestError
+from offload.flight import Flight
+from offload.group import PoolGroup
+from offload.loop import Home, Nowhere
+
+
+@attrs.define(eq=False)
+class Tenancy:
+    """The claim of one scheduler on the pools of its group, from when it opens until it has closed.
+
+    A scheduler whose loop ended under it never closes. Its claim goes when nothing of it moves any more:
+    the last flight to end sees to that, or the next one who wants the pools.
+    """
+
+    group: PoolGroup
+    machine: Machine
+    driver: Driver
+    flights: Mapping[int, Flight]
+    home: Home = attrs.field(factory=Nowhere)
+    """The loop that it lives on, once it is open. No more of the scheduler is known here: pools know us, and
+    would keep all that we know."""
+
+    _burial: threading.Lock = attrs.field(factory=threading.Lock)
+
+    def take(self, home: Home) -> None:
+        """Make the pools' tables ours, on a loop.
+
+        Raises:
+            RequestError: One belongs to a scheduler that is open.
+        """
+        pools = [pool for member in self.group.members for pool in (member.device, member.host)]
+        for pool in pools:
+            before = pool.pages.table.owner
+            if isinstance(before, Tenancy) and before.home.closed:
+                before.bury()
+            if pool.pages.table.owner is not None:
+                raise RequestError(
+                    f"{pool!r} belongs to a scheduler that is open. Close that one first, or give "
+                    "each scheduler pools of its own."
+                )
+        self.home = home
+        self._own(self)
+
+    def give_back(self) -> None:
+        """Make the pools' tables nobody's."""
+        self._own(None)
+
+    def bury(self) -> None:
+        """After the loop's end, let go of the pools as soon as nothing moves any more. Any thread."""
+        still = [flight for flight in self.flights.values() if not flight.over]
+        for flight in still:
+            if flight.limit < flight.batch.last:  # nobody will let it go on
+                flight.stopped = True
+                self.driver.stream(flight.batch.direction).kick()
+        if not still:
+            with self._burial:
+                self.machine.forget()
+                if any(table.owner is self for pair in self.machine.tables for table in pair):
+                    self.give_back()
+
+    def _own(self, owner: Tenancy | None) -> None:
+        for pair in self.machine.tables:
+            for table in pair:
+                table.owner = owner
