@@ -55,7 +55,8 @@ SEEDS ?= 5000
 soak: $(VENV)/stamp-packages
 	$(BIN)/python -m tests.soak --seeds $(SEEDS) $(ARGS)
 
-# How many small changes of core/ do its tests notice? Under 45 minutes on two cores; `mutmut browse` shows the rest.
+# How many small changes of core/ do its tests notice? Under 45 minutes on two cores; `mutmut browse` shows the rest,
+# and tests/core/SURVIVORS.md has the reasons.
 $(VENV)/stamp-mutants: $(VENV)/stamp-packages
 	$(PIP) install -c constraints.txt -e ".[mutants]"
 	@touch $@
