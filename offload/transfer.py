@@ -135,6 +135,8 @@ class Transfer:
     def wait_issued(self, layer: int | str | None = None, timeout: float | None = None) -> None:
         """Block this thread until a layer (default: the first) is on its stream. Raises as `wait_layer`."""
         ride, index = self._ride, 0 if layer is None else self._index(layer)
+        if layer is not None:
+            ride.follow_layers()
         waits.block(ride, lambda: ride.issued(index), f"layer {index} to be issued", timeout)
 
     def wait_source_reusable(self, timeout: float | None = None) -> None:

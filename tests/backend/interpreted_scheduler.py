@@ -61,8 +61,13 @@ def _nobody(backup: offload.Transfer, scheduler: offload.BlockingScheduler) -> N
     pass
 
 
+def _issuer(backup: offload.Transfer, scheduler: offload.BlockingScheduler) -> None:
+    with pytest.raises(TimeoutError):
+        backup.wait_issued(0, timeout=0)
+
+
 @pytest.mark.parametrize("traced", [False, True])
-@pytest.mark.parametrize("ask", [_waiter, _fence, _follower, _nobody])
+@pytest.mark.parametrize("ask", [_waiter, _fence, _issuer, _follower, _nobody])
 def test_layers_go_one_by_one_for_whoever_follows_them(
     ask: Callable[[offload.Transfer, offload.BlockingScheduler], None],
     traced: bool,
