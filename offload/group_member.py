@@ -17,6 +17,9 @@ from offload.pool import DevicePool, HostPool
 PageRule: TypeAlias = Callable[[NDArray[np.int64]], NDArray[np.int64]]
 """From the pages of the member that is followed to this one's, for host and device pages alike."""
 
+_FEW_IN_ALL = 8192
+"""Pages of a pool up to which a fresh map of them is quicker than the scratch array."""
+
 _FEW = 12
 """Pages up to which a set is quicker than the scratch array."""
 
@@ -88,6 +91,11 @@ class Member:
         if len(target) <= _FEW and len(set(target.tolist())) == len(target):
             return
         pool = self.device if load else self.host
+        if pool.num_pages <= _FEW_IN_ALL:
+            seen = np.zeros(pool.num_pages, np.bool_)
+            seen[target] = True
+            if np.count_nonzero(seen) == len(target):
+                return
         with pool.pages.table.mutex:
             scratch = self._scratch.get(load)
             if scratch is None:

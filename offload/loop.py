@@ -67,6 +67,8 @@ class Home:
         Raises:
             RequestError: It runs on another thread, or on another loop of this thread.
         """
+        if self._asyncio is not None and self._surely():
+            return
         self.check_process(call)
         if threading.get_ident() != self._thread:
             raise RequestError(
@@ -78,6 +80,13 @@ class Home:
                 f"{call} was called on another event loop than the scheduler's. A scheduler "
                 "belongs to the loop that opened it; open one per loop."
             )
+
+    def _surely(self) -> bool:
+        """Return whether asyncio runs our loop right here: on this thread, and in the process that started it."""
+        try:
+            return asyncio.get_running_loop() is self._asyncio
+        except RuntimeError:
+            return False
 
     def _running(self) -> bool:
         """Return whether our loop runs on this thread; or none does, and ours may go on."""
@@ -128,6 +137,8 @@ def _nothing() -> None:
 
 class Nowhere(Home):
     """The loop of a scheduler that was not opened yet: it can do nothing."""
+
+    _asyncio = None
 
     def __init__(self) -> None:
         """Know no loop."""

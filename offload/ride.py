@@ -214,11 +214,9 @@ class Ride:
     def _failure(self) -> Flight | None:
         """Return the flight that broke, if it carries this request alone: then nothing can mend it."""
         lead = self._lead or self
-        flights = [lead._flight] if lead._layers is None else list(lead._layers.values())
-        for flight in flights:
-            if flight is not None and flight.error is not None and len(flight.batch.pieces) == 1:
-                return flight
-        return None
+        if lead._layers is None:
+            return lead._flight if _broken(lead._flight) else None
+        return next(filter(_broken, list(lead._layers.values())), None)
 
     # How it ends: any thread ---------------------------------------------------------------------
 
@@ -290,8 +288,10 @@ class Ride:
 
     @property
     def watched(self) -> bool:
-        """Whether a task waits for it, or for one that rides on it."""
-        return bool(self._waiters) or self._joined is not None
+        """Whether a task waits for a layer of it, or another one rides on it: the loop then hears of layers."""
+        if self._joined is not None:
+            return True
+        return self._waiters is not None and any(what >= 0 for what, _ in self._waiters)
 
     def enter(self, waiter: Waiter) -> None:
         """Let a task wait: it is woken when what it waits for may have come."""
@@ -367,3 +367,7 @@ class Ride:
             raise RequestError(
                 f"layer {layer} of {self!r} was written before; once a layer", value=layer
             )
+
+
+def _broken(flight: Flight | None) -> bool:
+    return flight is not None and flight.error is not None and len(flight.batch.pieces) == 1

@@ -32,18 +32,24 @@ class Copies:
     _pages: list[int]
     """By member, how many it moves."""
 
+    _only: Prepared | None = attrs.field(init=False)
+    """Those of the only member, where there is no other."""
+
     _totals: dict[tuple[int, ...], tuple[int, int]] = attrs.field(factory=dict)
     """(bytes, copies asked for) of one layer, by the members that have it: few, and many layers."""
 
+    def __attrs_post_init__(self) -> None:
+        self._only = self._prepared[0] if len(self._prepared) == 1 else None
+
     def work(self, layer: int) -> LayerWork:
         """Return the copies of one model layer; none where no member has it."""
-        route, prepared = self._route, self._prepared
+        route = self._route
         members, jobs = route.layers[layer]
         nbytes = (self._totals.get(members) or self._total(members))[0]
-        if len(prepared) == 1 and jobs:  # a single pair of pools: the common case, once per layer
-            only = prepared[0]
-            assert only is not None
-            return LayerWork(((only, jobs[0][1]),), nbytes)
+        if (
+            self._only is not None and jobs
+        ):  # a single pair of pools: the common case, once per layer
+            return LayerWork(((self._only, jobs[0][1]),), nbytes)
         return LayerWork(self._jobs(layer), nbytes, self._joined(layer) if route.joins else None)
 
     def span(self, first: int, end: int) -> LayerWork:

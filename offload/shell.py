@@ -61,6 +61,8 @@ from offload.timer import Timer
 from offload.trace import Tracer
 from offload.trace.pools import PoolUse
 
+_FLUSH = Flush()
+
 _PER_TURN = 1024
 """Requests of flights with news that one turn takes note of, and no flight more: settling so many takes 10 ms."""
 
@@ -268,8 +270,10 @@ class Shell:
                 self._absorb(flight)
                 pieces += len(flight.batch.pieces)
             if self.machine.flushable():
-                self.handle(Flush())
-            if self._arrivals or self.machine.flushable():
+                self.handle(_FLUSH)
+                if self.machine.flushable():
+                    self.ask_for_turn()
+            if self._arrivals:
                 self.ask_for_turn()
             self.line.wake()
         except BaseException as error:  # noqa: BLE001 - raised where the scheduler is left

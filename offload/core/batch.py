@@ -222,17 +222,20 @@ class Queue:
             nbytes, ops, requests: Budgets. One piece goes even if it is over them; None is unbounded.
         """
         taken: list[Piece] = []
-        key = self._most_urgent()
+        key, pieces = self._most_urgent(), self._pieces
         heap = [] if key is None else self._heaps[key]
         while heap:
-            piece = self._pieces[heap[0][1]]
+            number = heap[0][1]
+            piece = pieces[number]
             if queued(piece):
-                nbytes -= share(piece)
-                ops -= piece.request.num_pages
+                request = piece.request
+                nbytes -= request.nbytes if piece.parent is None else share(piece)
+                ops -= request.num_pages
                 if taken and (nbytes < 0 or ops < 0 or len(taken) == requests):
                     return taken
                 taken.append(piece)
-            self._pop(heap)
+            heappop(heap)
+            del pieces[number]
         self._heaps.pop(key, None)
         return taken
 
@@ -242,15 +245,12 @@ class Queue:
         found: Hashable = None
         for key, heap in list(self._heaps.items()):
             while heap and not queued(self._pieces[heap[0][1]]):
-                self._pop(heap)
+                del self._pieces[heappop(heap)[1]]
             if not heap:
                 del self._heaps[key]
             elif best is None or heap[0] < best:
                 best, found = heap[0], key
         return found
-
-    def _pop(self, heap: list[tuple[float, int]]) -> None:
-        del self._pieces[heappop(heap)[1]]
 
 
 def queued(piece: Piece) -> bool:

@@ -91,7 +91,11 @@ class HazardTable:
             Distinct holders in growing order; the shared empty tuple when there are none.
         """
         with self.mutex:
-            if len(pages) <= _STEP:
+            if len(pages) == 1 and not self._counter.item(page := pages.item()):
+                self._counter[page] = _WRITER if write else 1
+                (self._writer if write else self._reader)[page] = holder
+                follow = _NOBODY
+            elif len(pages) <= _STEP:
                 follow = self._claim(holder, pages, write=write)
             else:
                 found: set[int] = set()

@@ -284,10 +284,10 @@ class Machine:
     def _flush(self) -> None:
         for batch in self.air.flush(self._limit):
             for piece in batch.pieces:
-                piece.batch = batch
-                if piece.owner.state is State.QUEUED:
-                    self._move(piece.owner, "issue")
-                    self.budget.dequeue(piece.owner)
+                owner, piece.batch = piece.owner, batch
+                if owner.state is State.QUEUED:
+                    self._move(owner, "issue")
+                    self.budget.dequeue(owner)
                 piece.state = State.ISSUED
             self._commands.append(Issue(batch))
 

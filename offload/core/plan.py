@@ -96,7 +96,9 @@ def coalesce(source: Pages, destination: Pages, scratch: Scratch | None = None) 
     n = len(source)
     if n < 2:
         return Runs(source[:n], destination[:n], _ONE[:n], n)
-    keys, steps = (scratch or Scratch()).take(n)
+    keys, steps = (
+        (np.empty(n, np.int64), np.empty(n, np.int64)) if scratch is None else scratch.take(n)
+    )
     np.left_shift(source, 32, out=keys)
     np.bitwise_or(keys, destination, out=keys)
     after, before, steps = keys[1:], keys[:-1], steps[: n - 1]
@@ -108,7 +110,7 @@ def coalesce(source: Pages, destination: Pages, scratch: Scratch | None = None) 
         if np.count_nonzero(steps < 0):  # pages often come in order: then the sort is saved
             keys.sort()
             np.subtract(after, before, out=steps)
-    cuts = np.flatnonzero(steps != _STEP)
+    cuts = (steps != _STEP).nonzero()[0]
     bounds = np.empty(len(cuts) + 2, np.int64)  # where runs start, and the end
     bounds[0], bounds[-1] = 0, n
     np.add(cuts, 1, out=bounds[1:-1])
