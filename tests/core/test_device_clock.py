@@ -164,6 +164,36 @@ def test_a_device_that_does_not_answer_in_time_is_not_waited_for() -> None:
     assert (start, end - start) == (5 * MS, 700)
 
 
+def test_events_mean_nothing_by_themselves() -> None:
+    """A device that counts from another moment tells the same times: only distances are asked for."""
+    device = FakeDevice(now=500 * MS)
+    apart = 7_000 * MS
+
+    def record() -> int | None:
+        event = device.record()
+        return None if event is None else event + apart
+
+    clock = DeviceClock(record, device.elapsed_ms, lambda: device.now)
+    for at in (501 * MS, 503 * MS):
+        device.now = at + 10_000
+        start, end = clock.interval(at + apart, at + apart + 700, at - 1_000)
+        assert abs(start - at) <= 61
+        assert abs(end - start - 700) <= 1
+
+
+def test_one_answer_of_three_makes_an_anchor() -> None:
+    """A device that answers once and then not in time has been heard."""
+    device = FakeDevice(now=MS)
+    answers = iter([True, False])
+
+    def record() -> int | None:
+        device.deaf = not next(answers)
+        return device.record()
+
+    clock = DeviceClock(record, device.elapsed_ms, lambda: device.now)
+    assert clock.interval(MS - 900, MS - 200, MS - 2_000) == (MS - 900, MS - 200)
+
+
 def test_nothing_starts_before_it_was_issued() -> None:
     """A start that the anchors put before the host's own issue is moved behind it."""
     device = FakeDevice(now=MS)
