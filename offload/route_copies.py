@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import attrs
 
-from offload.backend.base import JoinsLayers, JoinsMembers, LayerWork, Prepared
+from offload.backend.base import JoinsMembers, LayerWork, Prepared
 
 if TYPE_CHECKING:
     from offload.route import Route
@@ -46,24 +46,23 @@ class Copies:
         route = self._route
         members, jobs = route.layers[layer]
         nbytes = (self._totals.get(members) or self._total(members))[0]
-        if (
-            self._only is not None and jobs
-        ):  # a single pair of pools: the common case, once per layer
+        # A single pair of pools is the common case, and this runs once per layer.
+        if self._only is not None and jobs:
             return LayerWork(((self._only, jobs[0][1]),), nbytes)
-        return LayerWork(self._jobs(layer), nbytes, self._joined(layer) if route.joins else None)
+        calls = self._calls(layer, layer + 1) if route.joins else None
+        return LayerWork(self._jobs(layer), nbytes, calls)
 
     def span(self, first: int, end: int) -> LayerWork:
         """Return the copies of several model layers as one work."""
         layers = range(first, end)
         jobs = [job for layer in layers for job in self._jobs(layer)]
-        nbytes = sum(self.size(layer)[0] for layer in layers)
-        return LayerWork(jobs, nbytes, self._spanned(first, end))
+        return LayerWork(jobs, sum(map(self._nbytes, layers)), self._calls(first, end))
 
     def reach(self, first: int, end: int) -> int:
         """Return up to which layer a span from `first` may go; `end` at most."""
-        nbytes = self.size(first)[0]
+        nbytes = self._nbytes(first)
         layer = first + 1
-        while layer < end and (nbytes := nbytes + self.size(layer)[0]) <= SPAN_BYTES:
+        while layer < end and (nbytes := nbytes + self._nbytes(layer)) <= SPAN_BYTES:
             layer += 1
         return layer
 
@@ -82,9 +81,9 @@ class Copies:
         """Return the same of several layers that went as one work."""
         sizes = [self.size(layer) for layer in range(first, end)]
         made = 0
-        for copies, backend, layers in self._by_member(first, end):
+        for member, copies, layers in self._by_member(first, end):
             each = [copies.num_ops(layer) for layer in layers]
-            made += sum(each) if backend is None else max(each)
+            made += sum(each) if self._route.spanners[member] is None else max(each)
         return sum(size[0] for size in sizes), sum(size[1] for size in sizes), made
 
     def _jobs(self, layer: int) -> list[tuple[Prepared, int]]:
@@ -95,41 +94,32 @@ class Copies:
             if (copies := prepared[member]) is not None
         ]
 
-    def _joined(self, layer: int) -> list[Callable[[], None]]:
-        """Return the calls of one layer: one for all members whose backend joins them."""
+    def _calls(self, first: int, end: int) -> list[Callable[[], None]]:
+        """Return what moves these layers: one call for what a backend copies in one go."""
         calls: list[Callable[[], None]] = []
         together: dict[JoinsMembers, list[tuple[Prepared, int]]] = {}
-        for member, pool_layer in self._route.layers[layer][1]:
-            copies, backend = self._prepared[member], self._route.joiners[member]
-            if copies is None:
-                continue
-            if backend is None:
-                calls.append(partial(copies.copy, pool_layer))
+        for member, copies, layers in self._by_member(first, end):
+            spanner, joiner = self._route.spanners[member], self._route.joiners[member]
+            if spanner is not None and end > first + 1:
+                calls.append(partial(spanner.copy_layers, copies, layers))
+            elif joiner is not None:
+                together.setdefault(joiner, []).extend((copies, layer) for layer in layers)
             else:
-                together.setdefault(backend, []).append((copies, pool_layer))
+                calls += [partial(copies.copy, layer) for layer in layers]
         calls += [partial(backend.copy_members, jobs) for backend, jobs in together.items()]
         return calls
 
-    def _spanned(self, first: int, end: int) -> list[Callable[[], None]]:
-        """Return the calls of several layers: one for each member whose backend joins layers."""
-        calls: list[Callable[[], None]] = []
-        for copies, backend, layers in self._by_member(first, end):
-            if backend is None:
-                calls += [partial(copies.copy, layer) for layer in layers]
-            else:
-                calls.append(partial(backend.copy_layers, copies, layers))
-        return calls
-
-    def _by_member(
-        self, first: int, end: int
-    ) -> Iterator[tuple[Prepared, JoinsLayers | None, list[int]]]:
-        """Yield the copies of each member, what joins its layers, and which they are."""
-        route = self._route
-        for leg, copies, backend in zip(route.legs, self._prepared, route.spanners, strict=True):
+    def _by_member(self, first: int, end: int) -> Iterator[tuple[int, Prepared, list[int]]]:
+        """Yield each member that has any of these layers, its copies, and its own layers."""
+        for member, (leg, copies) in enumerate(zip(self._route.legs, self._prepared, strict=True)):
             mapped = leg.member.pool_layers[first:end]
             layers = [layer for layer in mapped if layer is not None]
             if copies is not None and layers:
-                yield copies, backend, layers
+                yield member, copies, layers
+
+    def _nbytes(self, layer: int) -> int:
+        members = self._route.layers[layer][0]
+        return (self._totals.get(members) or self._total(members))[0]
 
     def _total(self, members: tuple[int, ...]) -> tuple[int, int]:
         route, pages = self._route, self._pages

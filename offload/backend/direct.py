@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import attrs
 
@@ -51,7 +52,7 @@ class DirectCopy:
 
     def num_ops(self, layer: int) -> int:
         """Return how many runs of bytes that is."""
-        return sum(len(self._ops(index, layer)) for index in range(len(self._both.pairs)))
+        return sum(len(self._found_at(index, layer)) for index in range(len(self._both.pairs)))
 
     def poison(self, layer: int) -> None:
         """Fill the destination bytes of one pool layer."""
@@ -62,13 +63,25 @@ class DirectCopy:
         return self._both.accesses(layer)
 
     def _ops(self, index: int, layer: int) -> Ops:
-        """Return the runs of one component; those of layer 0 shifted, unless breaks cut each apart."""
-        ours, theirs = self._both.pairs[index]
-        cut = bool(ours.breaks or theirs.breaks)
-        key = (index, layer if cut else 0)
-        ops = self._found.get(key)
-        if ops is None:
-            ops = self._found[key] = copy_ops(self._both.runs, ours, theirs, key[1])
-        if cut:
+        """Return the runs of one component."""
+        ops = self._found_at(index, layer)
+        if self.cut:
             return ops
+        ours, theirs = self._both.pairs[index]
         return ops.shifted(layer * ours.layer_stride, layer * theirs.layer_stride)
+
+    def _found_at(self, index: int, layer: int) -> Ops:
+        """Return the runs of one component: as many and as long as they are, at the place of layer 0.
+
+        At their own place where breaks cut each layer apart.
+        """
+        key = (index, layer if self.cut else 0)
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = copy_ops(self._both.runs, *self._both.pairs[index], key[1])
+        return found
+
+    @cached_property
+    def cut(self) -> bool:
+        """Whether places that no copy may cross cut each layer in its own way."""
+        return any(part.breaks for pair in self._both.pairs for part in pair)

@@ -8,7 +8,6 @@ A call takes at most `MAX_OPS` copies, and a layer with more takes several calls
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import cast
 
 import attrs
@@ -87,11 +86,6 @@ class MemcpyBatchCopy(DirectCopy):
             arrays = destinations[part], sources[part], sizes[part]
             self._kept.append(arrays)
             calls.copy_batch(*arrays)
-
-    @cached_property
-    def cut(self) -> bool:
-        """Whether places that no copy may cross cut each layer in its own way."""
-        return any(part.breaks for pair in self._both.pairs for part in pair)
 
     def parts(self, layer: int) -> list[Ranges]:
         """Return what one pool layer moves, by component."""
