@@ -33,6 +33,13 @@ def in_air(nbytes: int, requests: int, **limits: int | None) -> Budget:
     return budget
 
 
+NO_BUDGET: dict[str, int | None] = {
+    "max_batch_bytes": None,
+    "max_batch_ops": None,
+    "max_batch_requests": None,
+}
+
+
 def test_queued_requests_are_counted_once() -> None:
     """A request counts from submit until it leaves the queue; one that goes on alone was counted before."""
     budget, one, other = Budget(Limits()), piece(10), piece(7)
@@ -99,12 +106,14 @@ def test_a_layer_counts_with_its_share() -> None:
 @pytest.mark.parametrize(
     ("budget", "expected"),
     [
-        (in_air(7, 2, max_batch_bytes=50, max_batch_ops=6), (50, 6, None)),
-        (in_air(7, 2, max_batch_bytes=None, max_batch_ops=None), (UNBOUNDED, UNBOUNDED, None)),
-        (in_air(70, 2, max_batch_bytes=50, max_batch_ops=6, max_inflight_bytes=100), (30, 6, None)),
-        (in_air(7, 2, max_batch_bytes=50, max_batch_ops=6, max_inflight_bytes=100), (50, 6, None)),
-        (in_air(200, 2, max_batch_ops=6, max_inflight_bytes=100), (1, 6, None)),
-        (in_air(7, 2, max_batch_bytes=50, max_batch_ops=6, max_inflight_requests=5), (50, 6, 3)),
+        (in_air(7, 2, max_batch_bytes=50, max_batch_ops=6, max_batch_requests=4), (50, 6, 4)),
+        (in_air(7, 2, **NO_BUDGET), (UNBOUNDED, UNBOUNDED, None)),
+        (in_air(70, 2, max_inflight_bytes=100, **NO_BUDGET), (30, UNBOUNDED, None)),
+        (in_air(70, 2, max_inflight_bytes=100, max_batch_bytes=20), (20, 65_536, 1024)),
+        (in_air(200, 2, max_inflight_bytes=100), (1, 65_536, 1024)),
+        (in_air(7, 2, max_inflight_requests=5, **NO_BUDGET), (UNBOUNDED, UNBOUNDED, 3)),
+        (in_air(7, 2, max_inflight_requests=5, max_batch_requests=4), (256 << 20, 65_536, 3)),
+        (in_air(7, 2, max_inflight_requests=9, max_batch_requests=4), (256 << 20, 65_536, 4)),
     ],
 )
 def test_a_batch_gets_its_own_budget_and_what_is_left(
