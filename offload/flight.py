@@ -97,6 +97,9 @@ class Flight:
     """Nothing of it touches memory any more."""
 
     reported: bool = False
+    heard: bool = False
+    """Whether the loop existed when it was told of the latest news."""
+
     watched: bool = False
     """Whether the loop wants to hear of each layer, not only of the last: somebody waits there, or
     another batch follows this one."""
@@ -180,8 +183,9 @@ class Flight:
         if tracer is not None and tracer.active and self._handed_ns:
             self._issue_ns[layer] = (self._handed_ns, self.clock())
         self.events[layer] = event
-        for each in range(self.issued_layers, layer):
-            self.events[each] = event
+        if self.issued_layers < layer:
+            for each in range(self.issued_layers, layer):
+                self.events[each] = event
         self.issued_layers = layer + 1
         if self.bell.waiting:
             self.bell.ring()

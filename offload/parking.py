@@ -73,7 +73,7 @@ class Line:
         """Return whether a newcomer may submit at once: there is room, and nobody as urgent waits."""
         if not self.fits(nbytes):
             return False
-        head = self._head()
+        head = self._head() if self._size else None
         return head is None or head.priority < priority
 
     def enter(self, priority: float, nbytes: int, event: Settable) -> Place:

@@ -312,10 +312,11 @@ class Ride:
 
     def wake(self, layers: int | None = None) -> None:
         """Let tasks look again that wait for a layer below `layers`; None: for anything."""
-        for waiter in self._waiters[:] if self._waiters else ():
-            if layers is None or 0 <= waiter[0] < layers:
-                waiter[1].set()
-                self.leave(waiter)
+        if self._waiters:
+            for waiter in self._waiters[:]:
+                if layers is None or 0 <= waiter[0] < layers:
+                    waiter[1].set()
+                    self._waiters.remove(waiter)
         for rider in self._joined or ():
             rider.wake(layers)
 

@@ -243,8 +243,9 @@ class Shell:
         if not flight.reported:
             flight.reported = True
             self._arrivals.append(flight)
-            self.ask_for_turn()
-        if flight.over and self.dead:
+            asked = self._turn_due
+            flight.heard = self.ask_for_turn() and not asked
+        if flight.over and not flight.heard and self.dead:
             self.tenancy.bury()
 
     def ask_for_turn(self) -> bool:

@@ -144,7 +144,11 @@ class _Pages:
 
     @classmethod
     def _runs(cls, runs: Runs) -> _Pages:
-        return cls(Way.RUNS, _rows(runs.source, runs.destination, runs.count), _NONE, _NONE)
+        if len(runs) == 1:
+            spans = [(runs.source.item(), runs.destination.item(), runs.count.item())]
+        else:
+            spans = _rows(runs.source, runs.destination, runs.count)
+        return cls(Way.RUNS, spans, _NONE, _NONE)
 
 
 @attrs.define(eq=False)

@@ -44,6 +44,10 @@ Pages: TypeAlias = NDArray[np.int64]
 
 _WRITER = 1 << 32
 _READERS = _WRITER - 1
+_ONE_READER, _ONE_WRITER = (
+    np.array(1),
+    np.array(_WRITER),
+)  # arrays are quicker to scatter than integers
 _NOBODY: Sequence[int] = ()
 _STEP = 1 << 16
 """Pages claimed or released at once: the page faults of fresh temporaries for a million cost more than the rest."""
@@ -207,7 +211,7 @@ class HazardTable:
             look = self._before_write if write else self._before_read
             follow = look(holder, pages, before)
         else:  # the common case: nobody is there
-            counter[pages] = _WRITER if write else 1
+            counter[pages] = _ONE_WRITER if write else _ONE_READER
         if write:
             self._writer[pages] = holder
         else:

@@ -154,14 +154,13 @@ def plan_copy(
     Args:
         requests: All of this direction, with distinct destinations.
     """
-    members: dict[int, list[Part]] = {}
-    for request in requests:
-        for part in request.parts:
-            members.setdefault(part[0], []).append(part)
-    if len(members) == 1:  # a single pair of pools, most often
-        ((member, theirs),) = members.items()
-        only = PartPlan(member, coalesce(*_joined(direction, theirs), scratch))
+    every = [part for request in requests for part in request.parts]
+    if len({part[0] for part in every}) == 1:  # a single pair of pools, most often
+        only = PartPlan(every[0][0], coalesce(*_joined(direction, every), scratch))
         return CopyPlan(direction, (only,), 1)
+    members: dict[int, list[Part]] = {}
+    for part in every:
+        members.setdefault(part[0], []).append(part)
     planned: dict[tuple[int, ...], Runs] = {}
     parts: list[PartPlan] = []
     for member, theirs in members.items():
