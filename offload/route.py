@@ -7,7 +7,7 @@ from contextlib import suppress
 import attrs
 
 from offload import registry
-from offload.backend import make_backend
+from offload.backend import make_backend, missing
 from offload.backend.base import Backend, JoinsLayers, JoinsMembers, Prepared, WarmsUp
 from offload.core.kinds import AUTO, Direction
 from offload.core.plan import CopyPlan
@@ -162,7 +162,9 @@ class Router:
     def _leg(self, member: Member, direction: Direction, name: str) -> Leg:
         kind, pinned = member.device.spec.kind, member.host.pinned
         host, device = member.host.geometry, member.device.geometry
-        table = attrs.evolve(registry.table(_place(member.device)), pinned=pinned)
+        table = attrs.evolve(
+            registry.table(_place(member.device)), pinned=pinned, missing=missing()
+        )
         try:
             if name == AUTO:
                 name = table.choose(kind, direction, host, device).value

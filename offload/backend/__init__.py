@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from typing import cast
 
 from offload import registry
@@ -16,6 +19,15 @@ _BUILT_IN = {
     "kernel": ("offload.backend.kernel", "KernelBackend"),
     "staged": ("offload.backend.staged", "StagedBackend"),
 }
+
+
+_NEEDS = {"kernel": "triton", "staged": "triton"}
+
+
+@cache
+def missing() -> Mapping[str, str]:
+    """Return, by io backend, the package that it needs and that is not installed."""
+    return {name: package for name, package in _NEEDS.items() if find_spec(package) is None}
 
 
 def make_backend(name: str) -> Backend:

@@ -71,6 +71,9 @@ class Table:
     pinned: bool = True
     """Whether the host pool is page-locked."""
 
+    missing: Mapping[str, str] = {}
+    """Io backends that need a package which is not installed: (what is missing) by name."""
+
     @property
     def names(self) -> tuple[str, ...]:
         """All io backends, in the table's order."""
@@ -93,6 +96,9 @@ class Table:
             return cell
         if misplaced := _misplaced(name, self.on, self.pinned):
             return Rejection(misplaced)
+        if name in self.missing:
+            package = f"{self.missing[name]}, which is not installed (extra 'kernel')"
+            return Rejection(f"it needs {package}")
         check = CHECKS.get(name)
         reason = check(matched(host, device), name.value) if check else None
         return cell if reason is None else Rejection(reason)

@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 
 import offload
-from offload.backend import memcpy_batch
+from offload.backend import memcpy_batch, missing
 from offload.driver.cuda import CudaDriver
 from offload.testing import FakeCuda
 from tests.sched import contents, overwrite
@@ -125,3 +125,30 @@ def test_a_pool_belongs_to_one_member() -> None:
     for second in (offload.Pair(device, other), offload.Pair(pool(KV), host)):
         with pytest.raises(offload.GeometryError, match=r"(?s)'a' and 'b'.*one member"):
             offload.PoolGroup(a=offload.Pair(device, host), b=second)
+
+
+def test_what_is_not_installed_is_passed_over_by_auto_and_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without Triton `auto` takes what works, also for short runs, and no refusal offers a kernel."""
+    monkeypatch.setattr("offload.route.missing", lambda: {"kernel": "triton", "staged": "triton"})
+    group, fake = MADE["packed"]("page_first"), FakeCuda()
+    fill(group)
+    with on_fake_gpu(group, "auto", fake, monkeypatch) as scheduler:
+        round_trip(scheduler, group)
+        with pytest.raises(offload.UnsupportedPairError) as caught:
+            scheduler.load(host_pages=[0], device_pages=[0], io_backend="kernel")
+    assert fake.named("copy_batch")
+    assert caught.value.reason == "it needs triton, which is not installed (extra 'kernel')"
+    assert caught.value.io_backends == ("memcpy_batch",)
+
+
+def test_missing_packages_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both backends that launch kernels need the one package."""
+    missing.cache_clear()
+    monkeypatch.setattr("offload.backend.find_spec", lambda name: None)
+    assert missing() == {"kernel": "triton", "staged": "triton"}
+    missing.cache_clear()
+    monkeypatch.setattr("offload.backend.find_spec", lambda name: name)
+    assert missing() == {}
+    missing.cache_clear()
