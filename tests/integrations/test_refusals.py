@@ -158,6 +158,23 @@ def test_pools_are_made_for_what_the_model_keeps() -> None:
     assert pools.slot_bytes == state.device.spec.page_bytes
 
 
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    {
+        "llama": {"kv": "mha"},
+        "gemma4": {"kv": "mha", "kv_2": "mha"},
+        "deepseek_v3": {"kv": "mla"},
+        "deepseek_v32": {"kv": "mla", "indexer": "rows"},
+        "mamba2": {"state": "state"},
+        "falcon_h1": {"kv": "mha", "state": "state"},
+    }.items(),
+)
+def test_each_sort_of_layer_has_its_kind_of_pool(name: str, kinds: dict[str, str]) -> None:
+    """K and V, a latent, an index, a state: each is a member of its own kind, the anchor first."""
+    members = plans(kept(name, torch.float32), PAGE_SIZE)
+    assert {member: plan.spec.kind for member, plan in members.items()} == kinds
+
+
 def test_pools_of_another_model_are_refused() -> None:
     """Members are compared with what the model keeps, all differences at once."""
     other = kept("deepseek_v3", torch.float32)
