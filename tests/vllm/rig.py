@@ -9,6 +9,7 @@ import gc
 import os
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,9 @@ BLOCK = 32
 
 TOP = 5
 """How many log-probabilities of each generated token are compared."""
+
+RELOADED = Counter[str]()
+"""`tokens`: those whose KV our connector's loads have brought, in all engines of this process."""
 
 ENVIRONMENT = {
     "VLLM_TARGET_DEVICE": "cpu",
@@ -138,6 +142,16 @@ class Engine:
 
         return get_kv_transfer_group()
 
+    def reloaded_tokens(self) -> int:
+        """Return how many tokens' KV our connector's loads have brought, if it is in this process."""
+        from vllm.distributed.kv_transfer import has_kv_transfer_group
+
+        worker = getattr(self.connector, "worker", None) if has_kv_transfer_group() else None
+        if worker is None:
+            return 0
+        blocks = worker.mover.scheduler.statistics().load.nbytes // worker.block_bytes
+        return int(blocks) * int(self.llm.llm_engine.vllm_config.cache_config.block_size)
+
     def host_pools(self) -> list[offload.HostPool]:
         """Return the host memory of our connector."""
         group = self.connector.worker.mover.scheduler._shell.group
@@ -238,6 +252,7 @@ def engine(
         try:
             yield made
         finally:
+            RELOADED["tokens"] += made.reloaded_tokens()
             made.llm.llm_engine.engine_core.shutdown()
             made.llm = None
             gc.collect()

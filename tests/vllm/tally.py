@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import attrs
 
-from tests.vllm.rig import Answer, distance
+from tests.vllm.rig import RELOADED, Answer, distance
 
 NOISE = 1e-4
 """Log-probabilities in fp32 differ by a few 1e-6 when another batch, or another cut of the prompt, is computed."""
@@ -22,25 +22,20 @@ class Tally:
     close: int = 0
     """Answers of other batches: the same tokens, log-probabilities within `NOISE`."""
 
-    reloaded: int = 0
-    """Prompt tokens that came from host memory in the answers compared."""
-
-    def same(self, mine: Sequence[Answer], yours: Sequence[Answer], *, reloaded: int = 0) -> None:
+    def same(self, mine: Sequence[Answer], yours: Sequence[Answer]) -> None:
         """Require equal answers from equal batches, and count them."""
         assert distance(mine, yours) == 0.0
         self.equal += len(mine)
-        self.reloaded += reloaded
 
-    def near(self, mine: Sequence[Answer], yours: Sequence[Answer], *, reloaded: int = 0) -> None:
+    def near(self, mine: Sequence[Answer], yours: Sequence[Answer]) -> None:
         """Require the same tokens, and log-probabilities that differ by rounding only."""
         assert distance(mine, yours) < NOISE
         self.close += len(mine)
-        self.reloaded += reloaded
 
     def lines(self) -> Iterator[str]:
         """Yield lines for people."""
         if self.equal or self.close:
-            yield f"prompt tokens reloaded layer by layer: {self.reloaded:,}"
+            yield f"tokens reloaded layer by layer: {RELOADED['tokens']:,}"
             yield (
                 f"answers identical to a run without a connector: {self.equal} bit for bit, "
                 f"{self.close} from other batches within {NOISE:g}"

@@ -48,10 +48,10 @@ def test_apart(folder: Path, tmp_path: Path, way: str) -> None:
     assert cached == RELOADED
     if WAYS[way]:
         TALLY.near(first, cold)
-        TALLY.near(again, warm, reloaded=sum(cached))
+        TALLY.near(again, warm)
     else:
         TALLY.same(first, cold)
-        TALLY.same(again, warm, reloaded=sum(cached))
+        TALLY.same(again, warm)
     ranks = 2 if "two" in way else 1
     for rank in range(ranks):
         trace = timeline(tmp_path / f"{rank}.trace.json")
