@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import offload
-from offload.backend.base import Access, PoolCopy
+from offload.backend.base import Access, Jobs, PoolCopy
 from offload.core.geometry import Geometry
 from offload.core.kinds import Direction, PoolKind
 from offload.core.plan import Runs
@@ -14,9 +14,11 @@ from offload.testing import ThreadsDriver
 
 
 class Backwards:
-    """Copies page by page, the last one first."""
+    """Copies page by page, the last one first; several members of a group in one go."""
 
     name = "backwards"
+    joined = 0
+    """How often it was given several members."""
 
     def prepare(
         self,
@@ -27,6 +29,12 @@ class Backwards:
     ) -> Copy:
         """Return the copies of a batch."""
         return Copy(PoolCopy.of(device, host, direction, runs))
+
+    def copy_members(self, jobs: Jobs) -> None:
+        """Copy a layer of all of them."""
+        Backwards.joined += 1
+        for prepared, layer in reversed(jobs):
+            prepared.copy(layer)
 
 
 class Copy:

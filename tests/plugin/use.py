@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import anyio
 import torch
 
@@ -44,6 +46,18 @@ async def copy() -> None:
             assert torch.equal(got, want)
 
 
+async def copy_group() -> None:
+    """Load two members at once: a layer of both is one call."""
+    pairs = {name: offload.Pair.backed(filled()[0], 4, "head_first") for name in ("one", "two")}
+    group = offload.PoolGroup(layer_names=None, **pairs)
+    async with offload.open_scheduler(group, io_backend="backwards") as scheduler:
+        await (await scheduler.load(host_pages=[2, 0], device_pages=[0, 1]))
+    joined = importlib.import_module("backwards").Backwards.joined
+    assert joined == SPEC.num_layers, joined
+    for pair in pairs.values():
+        assert not pair.device.view("k", 1)[:2].any()
+
+
 def ask() -> None:
     """Look the package's names up in verdicts and in the printed matrix."""
     rows = offload.PoolSpec.rows(num_layers=1, page_size=1, row_bytes=8)
@@ -56,4 +70,5 @@ def ask() -> None:
 
 if __name__ == "__main__":
     anyio.run(copy)
+    anyio.run(copy_group)
     ask()
