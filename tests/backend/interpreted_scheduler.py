@@ -95,6 +95,29 @@ def test_layers_go_one_by_one_for_whoever_follows_them(
     assert contents(group.members[0].host, [0, 3]) == wanted
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_any_layer_of_a_span_is_fenced_by_its_one_event(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compute that is fenced on an early layer may overwrite that layer, although all went as one."""
+    group, fake = MADE["packed"]("page_first"), Watching(seed)
+    fill(group)
+    device = group.members[0].device
+    wanted = contents(device, [1, 2])
+    target = device.view("k", 0)[1]
+    with on_fake_gpu(group, "kernel", fake, monkeypatch) as scheduler:
+        del fake.launches[:]
+        backup = scheduler.backup(device_pages=[1, 2], host_pages=[0, 3])
+        backup.wait_issued(timeout=PATIENCE)
+        assert fake.names == ["copy_layers"] * 2
+        backup.fence(0)
+        fake.compute(lambda: target.zero_(), writes=[target])
+        backup.result(PATIENCE)
+        scheduler.load(device_pages=[4], host_pages=[3]).result(PATIENCE)
+    assert not target.any()
+    assert contents(group.members[0].host, [0, 3]) == wanted
+
+
 def test_a_span_is_bounded_and_a_failed_one_has_landed_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
