@@ -161,17 +161,17 @@ class Flight:
 
     def next_layer(self) -> tuple[int, Work] | None:
         """Hand out the next layer that may go, or several as one: under the number of the last."""
-        layer = self._next
-        if layer >= self.limit or self._copies is None:
+        layer, copies, tracer = self._next, self._copies, self.tracer
+        if layer >= self.limit or copies is None:
             return None
-        tracer = self.tracer
-        self._handed_ns = self.clock() if tracer is not None and tracer.active else 0
+        if tracer is not None:
+            self._handed_ns = self.clock() if tracer.active else 0
         if self.route.spans and self._together():
-            end = self._next = self._copies.reach(layer, self.limit)
+            end = self._next = copies.reach(layer, self.limit)
             if end > layer + 1:
-                return end - 1, self._copies.span(layer, end)
+                return end - 1, copies.span(layer, end)
         self._next = layer + 1
-        return layer, self._copies.work(layer)
+        return layer, copies.work(layer)
 
     def _together(self) -> bool:
         """Return whether nobody needs to know of layers one by one: no waiter, no follower, no trace."""

@@ -181,6 +181,9 @@ class PoolGroup:
     def nbytes(self, parts: Sequence[Part]) -> int:
         """Return the bytes that these page pairs move over all layers."""
         each = self._page_bytes
+        if len(parts) == 1:
+            member, hosts, _ = parts[0]
+            return len(hosts) * each[member]
         return sum(len(hosts) * each[member] for member, hosts, _ in parts)
 
     def places(

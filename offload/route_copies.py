@@ -35,22 +35,23 @@ class Copies:
     _only: Prepared | None = attrs.field(init=False)
     """Those of the only member, where there is no other."""
 
+    _each: int = attrs.field(init=False)
+    """Bytes of a layer of the first member."""
+
     _totals: dict[tuple[int, ...], tuple[int, int]] = attrs.field(factory=dict)
     """(bytes, copies asked for) of one layer, by the members that have it: few, and many layers."""
 
     def __attrs_post_init__(self) -> None:
         self._only = self._prepared[0] if len(self._prepared) == 1 else None
+        self._each = self._pages[0] * self._route.page_bytes[0]
 
     def work(self, layer: int) -> LayerWork:
         """Return the copies of one model layer; none where no member has it."""
-        route = self._route
-        members, jobs = route.layers[layer]
-        nbytes = (self._totals.get(members) or self._total(members))[0]
         # A single pair of pools is the common case, and this runs once per layer.
-        if self._only is not None and jobs:
-            return LayerWork(((self._only, jobs[0][1]),), nbytes)
-        calls = self._calls(layer, layer + 1) if route.joins else None
-        return LayerWork(self._jobs(layer), nbytes, calls)
+        if self._only is not None and (jobs := self._route.layers[layer][1]):
+            return LayerWork(((self._only, jobs[0][1]),), self._each)
+        calls = self._calls(layer, layer + 1) if self._route.joins else None
+        return LayerWork(self._jobs(layer), self._nbytes(layer), calls)
 
     def span(self, first: int, end: int) -> LayerWork:
         """Return the copies of several model layers as one work."""

@@ -25,6 +25,8 @@ MAX_PAGES = 1 << 31
 _ORDER = np.arange(1024)
 """The start of every `arange`: making one for a small request costs a third of its check."""
 
+_INT64 = np.dtype(np.int64)
+
 _MANY = 65_536
 """Pages from which a map of one byte a page is the quicker check, as it mostly finds nothing."""
 
@@ -76,7 +78,7 @@ def as_pair(one: PagesLike, other: PagesLike, bounds: Bounds) -> tuple[Pages, Pa
         both = np.array((one, other))
     except ValueError:  # not equally long, to begin with
         return None
-    if both.dtype != np.int64 or both.ndim != 2:
+    if both.dtype is not _INT64 or both.ndim != 2:
         return None
     ids = both.view(np.uint64)
     if both.shape[1] > _MANY:  # no temporary of two million truth values
@@ -90,7 +92,7 @@ def _plain(pages: PagesLike) -> bool:
     Beside integers numpy takes truth values for 0 and 1, but a list of them is no list of pages.
     """
     if type(pages) is np.ndarray:
-        return bool(pages.dtype == np.int64)
+        return pages.dtype is _INT64
     return type(pages) is list and bool(pages) and type(pages[0]) is int
 
 
