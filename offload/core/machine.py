@@ -15,8 +15,7 @@ Order. Every piece claims its pages in the hazard tables when it is submitted an
 follow. Three rules keep pages whole:
 
 1. A piece is issued only for layers that everybody whom it follows has landed already (`Batch.limit`),
-   so nothing waits on a stream and nobody disjoint is held up. One layer of a streaming backup waits
-   until those whom it follows have finished altogether.
+   so nothing waits on a stream and nobody disjoint is held up.
 2. Claims are released when the last byte has landed or drained, never before those whom the piece
    follows have released theirs. A request that is cancelled while it still follows somebody settles at
    once and stays in the tables as a ghost until then: those behind it must not run ahead.
@@ -252,13 +251,14 @@ class Machine:
         """Return up to which layer `piece` may go: as far as everybody whom it follows has landed."""
         if not piece.follows:
             return piece.last
-        if piece.parent is not None or self.budget.bounded:
+        if self.budget.bounded:
             return piece.first
-        return max(piece.first, min(ahead.landed for ahead in piece.follows))
+        landed = min(ahead.landed for ahead in piece.follows)
+        return max(piece.first, min(piece.last, landed))
 
     def _advance(self, piece: Piece) -> None:
         """Let a piece go as far as it may now."""
-        if piece.owner.state not in OPEN:
+        if piece.owner.state not in OPEN or piece.first == piece.last:  # or it is one layer, and has landed
             if piece.batch is None and not piece.follows:
                 self._retire(piece)
             return
@@ -271,7 +271,7 @@ class Machine:
 
     def _extend(self, piece: Piece) -> None:
         batch = piece.batch
-        if batch is not None and batch.limit < batch.last and not batch.failed:
+        if batch is not None and batch.limit < batch.last:
             limit = self._limit(piece)
             if limit > batch.limit:
                 batch.limit = limit
@@ -334,10 +334,9 @@ class Machine:
 
     def _again(self, piece: Piece, layer: int) -> None:
         """Queue one piece of a failed batch by itself, from the layer that failed."""
-        if piece.parent is None:
-            self._move(piece, "split")
+        self._move(piece, "split")
         piece.first, piece.batch, piece.alone = layer, None, True
-        piece.state, piece.waiting = State.QUEUED, True
+        piece.waiting = True
         self._advance(piece)
 
     def _finish(self, piece: Piece) -> None:

@@ -660,18 +660,72 @@ def test_an_unwritten_layer_holds_up_nobody_else() -> None:
 
 
 def test_a_load_into_the_device_pages_before_the_layer_is_written_goes_first() -> None:
-    """The device side takes its place when the layer is written: an earlier load goes before it."""
+    """The device side takes its place when the layer is written: an earlier load goes before it, by layers."""
     rig = Rig()
     s = rig.backup([0], [5], streaming=True)
     a = rig.load([7], [0])
     zero = rig.written(s, 0)
     assert rig.do(Flush()) == [("issue", 1, [a], 3)]
+    assert rig.do(Flush()) == []
     assert rig.do(Landed(1, 1)) == [("layer", 1, 1)]
+    assert rig.do(Flush()) == [("issue", 2, [zero], 1)]
+    two = rig.written(s, 2)
+    rig.do(Landed(1, 2))
+    assert rig.do(Flush()) == []
+    rig.do(Landed(1, 3))
+    assert rig.do(Flush()) == [("issue", 3, [two], 3)]
+    rig.written(s, 1)
+    rig.finish()
+    assert rig.settled == {s: State.DONE, a: State.DONE}
+
+
+@pytest.mark.parametrize("end", ["done", "failed", "cancelled"])
+def test_a_layer_that_has_landed_keeps_its_claims_until_those_ahead_have_gone(end: str) -> None:
+    """Its pages are free when the load is that it follows; the backup goes on, whatever ends that load."""
+    rig = Rig()
+    a = rig.load([7], [0])
+    s = rig.backup([0], [5], streaming=True)
+    rig.written(s, 0)
+    rig.do(Flush())
+    rig.do(Landed(1, 1))
+    rig.do(Flush())
+    rig.do(Landed(2, 1))
+    rig.do(Ended(2))
+    del rig.batches[2]
+    assert rig.machine.budget.inflight_requests == 1
+    after = rig.load([8], [0])
+    assert rig.do(Flush()) == [("issue", 3, [after], 1)]
+    if end == "done":
+        rig.do(Landed(1, 3))
+    else:
+        rig.do(Failed(1, OSError()) if end == "failed" else Cancel(a))
+        rig.do(Landed(3, 1))
+        rig.do(Ended(1))
+        del rig.batches[1]
+    assert rig.batches[3].limit == 3
+    assert s not in rig.settled
+    for layer in (1, 2):
+        rig.written(s, layer)
+    rig.finish()
+    assert rig.settled == {a: State(end), s: State.DONE, after: State.DONE}
+
+
+@pytest.mark.parametrize(
+    "limits", [Limits(max_inflight_requests=4), Limits(max_inflight_bytes=999)]
+)
+def test_with_a_bound_a_layer_waits_for_the_whole_load(limits: Limits) -> None:
+    """Where what is in flight is bounded, nothing is issued behind what has not ended."""
+    rig = Rig(limits)
+    a = rig.load([7], [0])
+    s = rig.backup([0], [5], streaming=True)
+    zero = rig.written(s, 0)
+    assert rig.do(Flush()) == [("issue", 1, [a], 3)]
+    rig.do(Landed(1, 2))
     assert rig.do(Flush()) == []
     rig.do(Landed(1, 3))
     assert rig.do(Flush()) == [("issue", 2, [zero], 1)]
-    rig.written(s, 1)
-    rig.written(s, 2)
+    for layer in (1, 2):
+        rig.written(s, layer)
     rig.finish()
 
 
