@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+import vllm
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     SlidingWindowSpec,
@@ -29,6 +31,10 @@ def check(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Settings:
         RequestError: They cannot. Says what to set.
         UnknownNameError: A key of `kv_connector_extra_config` is unknown.
     """
+    if not hasattr(SchedulerOutput, "kv_connector_block_state"):
+        raise RequestError(
+            f"OffloadConnector needs vLLM 0.32 or later, which tells it block tables; this is {vllm.__version__}."
+        )
     transfer = vllm_config.kv_transfer_config
     settings = Settings.read(transfer.kv_connector_extra_config or {})
     if transfer.kv_role != "kv_both":
@@ -98,6 +104,9 @@ def _check_drafts(vllm_config: VllmConfig) -> None:
 
 
 def _check_groups(kv_cache_config: KVCacheConfig) -> None:
+    """Refuse several groups of caches: vLLM takes block ids that were not loaded only where there is one, and a
+    load under the forward that reads it has no other way to say that it broke.
+    """
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         kinds = ", ".join(type(group.kv_cache_spec).__name__ for group in groups) or "none"

@@ -94,7 +94,7 @@ class OffloadConnector(KVConnectorBase_V1):
         count = self.settings.num_host_blocks(
             adopted.block_bytes,
             memory_bytes=memory_bytes(),
-            num_ranks=getattr(parallel, "local_world_size", self._num_ranks),
+            num_ranks=parallel.local_world_size * max(1, parallel.data_parallel_size_local),
         )
         self.worker = WorkerSide.start(self.settings, adopted, count, parallel.rank)
 
