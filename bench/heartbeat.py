@@ -4,9 +4,13 @@ A heartbeat beats every 5 ms beside what costs most: a million page ids in one r
 requests issued and landed (behind a limit; let go by one `hold`), as many cancelled by closing, and a trace
 exported by a worker thread. The figures are the longest gaps between two beats, in milliseconds; `longest_gap_ms` is the greatest.
 
+Each is measured three times and the shortest of the longest gaps counts: what we do happens every time, what
+the machine does elsewhere does not. `idle_gap_ms` is the same beside a loop that has nothing to do.
+
 Submits are the caller's own frame: it submits 100 requests and then lets the loop run, as a server would.
 What was imported before counts as old (`gc.freeze()`): a full collection then looks at what the library
-made, and not at torch; `gc_torch_ms` is what one costs that does, for comparison.
+made, and not at torch; `gc_torch_ms` is what one costs that does, for comparison, and `*_collection_ms`
+the longest one that came by itself in a scenario: a part of its gap, not on top of it.
 """
 
 from __future__ import annotations
@@ -49,18 +53,38 @@ class Heart:
             last = now
 
 
+class Collections:
+    """Remembers the longest garbage collection."""
+
+    def __init__(self) -> None:
+        self.longest = self._began = 0.0
+
+    def __call__(self, phase: str, info: dict[str, int]) -> None:
+        """Take a collector's callback."""
+        now = time.perf_counter()
+        if phase == "start":
+            self._began = now
+        else:
+            self.longest = max(self.longest, now - self._began)
+
+
 @asynccontextmanager
 async def heart(figures: dict[str, float], name: str) -> AsyncIterator[None]:
     """Beat while the block runs; note the longest gap in milliseconds."""
     gc.collect()
-    beating = Heart()
+    beating, collections = Heart(), Collections()
+    gc.callbacks.append(collections)
     async with anyio.create_task_group() as group:
         group.start_soon(beating.beat)
         await anyio.sleep(2 * BEAT_S)
         yield
         await anyio.sleep(2 * BEAT_S)
         group.cancel_scope.cancel()
-    figures[name] = beating.longest * 1e3
+    gc.callbacks.remove(collections)
+    gap, collection = beating.longest * 1e3, collections.longest * 1e3
+    if gap < figures.get(name, float("inf")):
+        figures[name] = gap
+        figures[name.replace("gap", "collection")] = collection
 
 
 def pools(num_pages: int, layers: int = LAYERS) -> tuple[offload.DevicePool, offload.HostPool]:
@@ -131,20 +155,29 @@ async def exporting(figures: dict[str, float], count: int) -> None:
                 await anyio.to_thread.run_sync(tracer.export, path)
 
 
+async def idling(figures: dict[str, float]) -> None:
+    """Do nothing, as often as queueing lets the loop run."""
+    async with heart(figures, "idle_gap_ms"):
+        for _ in range(1000):
+            await anyio.sleep(0.001)
+
+
 async def measure(quick: bool) -> dict[str, float]:
-    """Measure all four."""
+    """Measure all, so many times, and keep the shortest gap of each."""
     figures: dict[str, float] = {}
     start = time.perf_counter()
     gc.collect()
     gc_torch = (time.perf_counter() - start) * 1e3
     gc.freeze()
-    await million(figures, 100_000 if quick else 1_000_000)
     many = 10_000 if quick else 100_000
-    await crowd(figures, "queued_gap_ms", many, held=False)
-    await crowd(figures, "held_gap_ms", many, held=True)
-    await closing(figures, many)
-    await exporting(figures, 300 if quick else 3_000)
-    figures["longest_gap_ms"] = max(figures.values())
+    for _ in range(1 if quick else 3):
+        await idling(figures)
+        await million(figures, 100_000 if quick else 1_000_000)
+        await crowd(figures, "queued_gap_ms", many, held=False)
+        await crowd(figures, "held_gap_ms", many, held=True)
+        await closing(figures, many)
+        await exporting(figures, 300 if quick else 3_000)
+    figures["longest_gap_ms"] = max(gap for name, gap in figures.items() if "gap" in name)
     figures["gc_torch_ms"] = gc_torch
     return figures
 
