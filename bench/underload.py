@@ -48,23 +48,30 @@ def pages_of(number: int) -> tuple[list[int], list[int]]:
 
 
 async def submit(
-    scheduler: offload.Scheduler, number: int
+    scheduler: offload.Scheduler, number: int, *, same: bool = False
 ) -> tuple[offload.Transfer, offload.Transfer]:
-    """Submit the load and the streaming backup of one forward."""
+    """Submit the load and the streaming backup of one forward; `same`: of the very same device pages."""
     old, new = pages_of(number)
+    if same:
+        load = await scheduler.load(host_pages=old, device_pages=new)
+        return load, await scheduler.backup(device_pages=new, host_pages=new, streaming=True)
     load = await scheduler.load(host_pages=old, device_pages=old)
     return load, await scheduler.backup(device_pages=new, host_pages=new, streaming=True)
 
 
-async def simulate(compute_s: float, load_s: float, backup_s: float) -> float:
-    """Return total time / the busiest resource's, given the seconds of one layer of one forward."""
+async def simulate(compute_s: float, load_s: float, backup_s: float, same: bool = False) -> float:
+    """Return total time / the busiest resource's, given the seconds of one layer of one forward.
+
+    Args:
+        same: Whether a forward writes, and backs up, the very pages that it loads.
+    """
     device, host = pools(SMALL)
     nbytes = PAGES * SMALL.page_bytes / LAYERS
     bandwidth = {"load": nbytes / load_s, "backup": nbytes / backup_s}
     sim = SimDriver(bandwidth=bandwidth, latency=0.0, detect_races=True)
 
     async def forward(number: int) -> None:
-        load, backup = await submit(scheduler, number)
+        load, backup = await submit(scheduler, number, same=same)
         old, new = pages_of(number)
         for layer in range(LAYERS):
             await load.layer(layer)
@@ -168,6 +175,7 @@ def main() -> None:
         "sim_load_bound": anyio.run(simulate, 1e-4, 2e-4, 1e-4),
         "sim_backup_bound": anyio.run(simulate, 1e-4, 1e-4, 2e-4),
         "sim_balanced": anyio.run(simulate, 1e-4, 1e-4, 1e-4),
+        "sim_same_pages": anyio.run(simulate, 1e-4, 1e-4, 1e-4, True),
     }
     took = anyio.run(on_threads, 3 if given.quick else 15)
     figures |= {f"{name}_ms": seconds * 1e3 for name, seconds in took.items()}

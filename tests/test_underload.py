@@ -16,9 +16,12 @@ BUSY = {
 """Seconds of one layer of one forward: to compute, to load, to back up."""
 
 
-@pytest.mark.parametrize("busy", BUSY)
+CASES = [*((busy, False) for busy in BUSY), ("all three", True)]
+
+
+@pytest.mark.parametrize(("busy", "same"), CASES)
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_little_is_lost_to_waiting(busy: str, backend: str) -> None:
+def test_little_is_lost_to_waiting(busy: str, backend: str, same: bool) -> None:
     """On the virtual clock the total is at most 1.1 times what the busiest resource takes alone."""
-    ratio = anyio.run(simulate, *BUSY[busy], backend=backend)
+    ratio = anyio.run(simulate, *BUSY[busy], same, backend=backend)
     assert 1.0 <= ratio <= 1.1
