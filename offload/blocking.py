@@ -39,7 +39,13 @@ class BlockingScheduler(ThreadFace):
         face._scheduler = scheduler
         face._thread = threading.Thread(target=face._main, name="offload-loop", daemon=True)
         face._thread.start()
-        face._ready.wait()
+        try:
+            face._ready.wait()
+        except BaseException:  # a signal's: nobody will ever hold what opens now
+            face._ready.wait()
+            with contextlib.suppress(BaseException):
+                face.close()
+            raise
         if face._faults:
             raise face._faults[0]
         atexit.register(face._close_at_exit)

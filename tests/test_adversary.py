@@ -13,6 +13,7 @@ from anyio.lowlevel import checkpoint
 
 import offload
 from offload.core.machine import Machine
+from offload.shell import Shell
 from offload.testing import Hooks, SimDriver, ThreadsDriver
 from tests.sched import (
     PAGE_BYTES,
@@ -210,6 +211,35 @@ def test_a_signal_that_interrupts_a_submit_leaves_nothing_behind() -> None:
             assert (numbers.load.submitted, numbers.parked) == (2, 0)
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_signal_that_interrupts_the_start_leaves_nothing_running() -> None:
+    """Thrown out of `start_scheduler`, nobody holds the scheduler: it is closed, and its pools are free."""
+    device, host = pools()
+    before = set(threading.enumerate())
+    raised = threading.Event()
+    inner = Shell.open
+
+    def ring(*_: object) -> None:
+        raised.set()
+        raise OSError("alarm")
+
+    def slow(shell: Shell) -> None:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert raised.wait(5.0)
+        inner(shell)
+
+    handler = signal.signal(signal.SIGUSR1, ring)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Shell, "open", slow)
+            with pytest.raises(OSError, match="alarm"):
+                offload.start_scheduler(device, host)
+    finally:
+        signal.signal(signal.SIGUSR1, handler)
+    assert set(threading.enumerate()) == before
+    with offload.start_scheduler(device, host) as scheduler:
+        scheduler.load(host_pages=[0], device_pages=[0]).result(5.0)
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
