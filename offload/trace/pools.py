@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import attrs
 
 if TYPE_CHECKING:
     from offload.trace.tracer import Tracer
+
+
+SPACING_NS: Final = 1_000_000
+"""Turns are a few microseconds apart while a batch goes through, and a pool fills by whole requests."""
 
 
 class Pages(Protocol):
@@ -33,11 +37,13 @@ class Pool(Protocol):
 class PoolUse:
     """Watches pools, and records how many of their bytes are not free whenever that has changed.
 
-    It looks once per turn of the scheduler, so it asks for one number per pool and no more.
+    It is asked once per turn of the scheduler and looks once in a millisecond, one number per pool.
     """
 
     _pools: Sequence[Pool]
-    _last: tuple[int, int] = attrs.field(default=(-1, -1), init=False)
+    _period: int = attrs.field(default=-1, init=False)
+    _used: int = attrs.field(default=-1, init=False)
+    _next_ns: int = attrs.field(default=0, init=False)
     _sizes: Sequence[tuple[Pages, int]] = attrs.field(init=False)
     _total: int = attrs.field(init=False)
 
@@ -49,10 +55,14 @@ class PoolUse:
         )
 
     def sample(self, tracer: Tracer, ns: int) -> None:
-        """Look at the pools now."""
+        """Look at the pools, unless that was just done."""
+        begins = tracer.period != self._period
+        if ns < self._next_ns and not begins:
+            return
+        self._period, self._next_ns = tracer.period, ns + SPACING_NS
         used = self._total
         for pages, size in self._sizes:
             used -= pages.num_free * size
-        if (tracer.period, used) != self._last:
-            self._last = tracer.period, used
+        if begins or used != self._used:
+            self._used = used
             tracer.counter("host pool", ns, {"used": used})
