@@ -1,4 +1,8 @@
-"""io backend `direct`: one plain copy per run of pages that lie together on both sides."""
+"""io backend `direct`: one plain copy per run of pages that lie together on both sides.
+
+It is what torch does by itself, for comparison and for when nothing else may be used: so members of a group are not
+joined either, and on a GPU `auto` prefers `memcpy_batch`, which takes whatever this takes.
+"""
 
 from __future__ import annotations
 
