@@ -116,6 +116,22 @@ def test_layers_of_several_shapes_are_members_of_a_group() -> None:
     round_trip(given, SIZES["B"])
 
 
+def test_layers_packed_into_one_block_are_told_apart() -> None:
+    """vllm#44577, vllm#47783: block-outermost memory in which latent and indexer rows take turns."""
+    blocks, tokens = SIZES["B"], SIZES["N"]
+    widths = [6, 2, 6, 2]
+    memory = torch.arange(blocks * tokens * sum(widths), dtype=torch.float32).view(blocks, -1)
+    given: dict[str, torch.Tensor] = {}
+    start = 0
+    for number, width in enumerate(widths):
+        rows = memory[:, start : start + tokens * width]
+        sort = "indexer" if number % 2 else "attn"
+        given[f"model.layers.{number // 2}.{sort}"] = rows.unflatten(1, (1, tokens, width))  # type: ignore[no-untyped-call]
+        start += tokens * width
+    assert [layers for _, layers in adopt(given, blocks).pools] == [(0, 2), (1, 3)]
+    round_trip(given, blocks)
+
+
 def test_host_memory_lies_as_the_device_has_it() -> None:
     """A block of one layer is one run on both sides, whichever of heads and tokens comes first."""
     for layout in ("LBHNC", "LBNHC", "BLHNC", "BLNHC"):
