@@ -276,3 +276,24 @@ def test_busy_sees_claims_and_locks(write: bool) -> None:
     assert not table.busy(pages(0, 3))
     table.unlock(pages(2))
     assert not table.busy(pages(0, 1, 2, 3))
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(0, 100, 4))
+def test_claims_in_steps_are_claims(seed: int, step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A claim of many pages is made in steps, and is the same claim: repeated pages included."""
+    monkeypatch.setattr(hazards, "_STEP", step)
+    Program(seed).run(40)
+
+
+@pytest.mark.parametrize("n", [65_535, 65_536, 65_537, 131_073])
+def test_all_pages_of_a_large_claim_are_claimed(n: int) -> None:
+    """Around the size of a step no page is left out and none is counted twice, claimed or released."""
+    table = HazardTable(n + 1)
+    every = np.arange(n)
+    assert table.claim(1, every, write=True) == ()
+    assert table.locked(np.arange(n + 1)).tolist() == [True] * n + [False]
+    assert table.claim(2, every, write=False) == (1,)
+    table.release(1, every, write=True)
+    table.release(2, every, write=False)
+    assert not table.held()
