@@ -1,7 +1,8 @@
 """See it: record, export, report, draw. `Tracer` is the door; each file here is one step behind it.
 
 records.py    what the ring holds
-tracer.py     the recorder
+recorder.py   what records are made by
+tracer.py     the same with windows, reports and exports: the door
 forward.py    one forward pass, as the hooks see it
 pools.py      how full the host pools are
 timeline.py   a snapshot, sorted by kind; from a tracer or from a file
@@ -17,7 +18,7 @@ view.py       hand one file to a viewer
 from __future__ import annotations
 
 from offload.trace.clock import Anchor
-from offload.trace.records import ASYNC_LANE
-from offload.trace.tracer import OpenRequest, Tracer
+from offload.trace.records import ASYNC_LANE, OpenRequest
+from offload.trace.tracer import Tracer
 
 __all__ = ["ASYNC_LANE", "Anchor", "OpenRequest", "Tracer"]

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple, TypeAlias
 
+import attrs
+
 Record: TypeAlias = tuple[Any, ...]
 Scalar: TypeAlias = "str | int | float | bool | None"
 Tags: TypeAlias = "Mapping[str, Scalar]"
@@ -77,6 +79,34 @@ class Request(NamedTuple):
     outcome: str
     """`done`, `failed`, `cancelled`; or `unfinished`."""
     tags: Tags | None
+
+
+@attrs.frozen
+class OpenRequest:
+    """A request that has not settled, as `in_flight` reports it to an export."""
+
+    request: int
+    direction: str
+    submitted_ns: int
+    issued_ns: int
+    """0 while queued."""
+    nbytes: int
+    pages: int
+    tags: Tags | None = None
+
+    def until(self, now: int) -> Request:
+        """Return it as a request that ends now, unfinished."""
+        return Request(
+            self.submitted_ns,
+            now,
+            self.issued_ns,
+            self.request,
+            self.direction,
+            self.nbytes,
+            self.pages,
+            "unfinished",
+            self.tags,
+        )
 
 
 class Wait(NamedTuple):
