@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -109,6 +110,10 @@ def test_the_trace_shows_it(
         made.forget()
         TALLY.same(made.ask([PROMPT]), expected[1])
     trace = timeline(file)
+    (tags,) = [request.tags for request in trace.requests if request.direction == "load"]
+    assert tags is not None
+    # `generate` counts its requests, and the engine adds a few letters.
+    assert re.fullmatch(r"\d+-\w+", str(tags["requests"]))
     landed = {copy.layer: copy for copy in _loads(trace)}
     assert sorted(landed) == list(range(models.LAYERS))
     first, last = landed[0], landed[LAST]
