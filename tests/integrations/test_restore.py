@@ -173,9 +173,10 @@ def test_update_returns_views_of_the_pool(name: str) -> None:
             with session.use() as cache, torch.inference_mode():
                 await r.logits(cache, ids(20, seed=1))
                 for each in kept(name, torch.float32).keeping:
-                    session.cache.residency.reach(each)
                     if each == last:
                         ours = cache.update(*new, last)
+                    else:
+                        cache.residency.visit(each, "pass")
             theirs = stock.update(*new, last)
             assert [x.shape for x in ours] == [x.shape for x in theirs]
             assert {x.untyped_storage().data_ptr() for x in ours} <= storages(r)
@@ -195,7 +196,7 @@ def test_a_state_is_handed_out_itself(name: str) -> None:
                 await r.logits(cache, ids(20, seed=1))
                 layers = kept(name, torch.bfloat16).layers
                 for index in kept(name, torch.bfloat16).keeping:
-                    cache.residency.reach(index)
+                    cache.residency.visit(index, "pass")
                     for part in layers[index].state or ():
                         get = f"get_{part.role}_state"
                         ours, theirs = (getattr(c, get)(index) for c in (cache, stock))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NoReturn
 
+import torch
 from transformers import Cache
 
 from offload import RequestError
@@ -27,6 +28,47 @@ class PagedCache(Cache):
             ]
         )
         self.residency = residency
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: object,
+        **kwargs: object,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write new tokens, and return all in sight. See `PagedLayer.update`."""
+        with self.residency.visit(layer_idx, "update"):
+            return super().update(key_states, value_states, layer_idx)
+
+    def update_indexer(self, indexer_key_states: torch.Tensor, layer_idx: int) -> torch.Tensor:
+        """Write new index keys, and return all. See `IndexedLayer.update_indexer`."""
+        with self.residency.visit(layer_idx, "update indexer"):
+            return super().update_indexer(indexer_key_states, layer_idx)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """Return the conv state itself, in the session's slot; None if nothing came before."""
+        with self.residency.visit(layer_idx, f"get conv {state_idx}"):
+            return super().get_conv_state(layer_idx, state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """Return the recurrent state itself, in the session's slot; None if nothing came before."""
+        with self.residency.visit(layer_idx, f"get recurrent {state_idx}"):
+            return super().get_recurrent_state(layer_idx, state_idx)
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: object
+    ) -> torch.Tensor:
+        """Write over the conv state. See `StateLayer.update_conv_state`."""
+        with self.residency.visit(layer_idx, f"update conv {state_idx}"):
+            return super().update_conv_state(conv_states, layer_idx, state_idx, **kwargs)
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: object
+    ) -> torch.Tensor:
+        """Write over the recurrent state. See `StateLayer.update_recurrent_state`."""
+        with self.residency.visit(layer_idx, f"update recurrent {state_idx}"):
+            return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
 
     @property
     def is_linear(self) -> list[bool]:

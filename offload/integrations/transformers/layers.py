@@ -193,7 +193,6 @@ class StateLayer(LinearAttentionLayer):
         return self._reach().recurrent
 
     def _reach(self) -> Slots:
-        self._residency.refuse_gradients()
         slots = self._residency.reach(self._layer)
         self._residency.fence(self._layer)
         return slots

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import attrs
 import torch
@@ -42,10 +43,17 @@ class Residency:
     _place: int | None = None
     """Where in `followed` the forward is; None before its first layer."""
 
+    _calls: set[str] = attrs.field(factory=set)
+    """What it asked of the cache at that layer; it asks for nothing twice."""
+
+    _stopped: bool = False
+    """Whether it raised at that layer."""
+
     def begin(self) -> None:
         """Start a block of `use`."""
         self.in_use = True
         self._place = None
+        self._stopped = False
 
     @property
     def changed_states(self) -> bool:
@@ -53,36 +61,56 @@ class Residency:
         return self._place is not None
 
     @property
-    def half_way(self) -> bool:
-        """Whether the last forward did not come to the last layer."""
-        return self._place is not None and self._place + 1 < len(self.followed)
+    def whole(self) -> bool:
+        """Whether the last forward in this block came through all layers, as far as the cache can see."""
+        return self._place is None or (self._place + 1 == len(self.followed) and not self._stopped)
 
-    def reach(self, layer: int) -> Slots:
-        """Return the layer's slots for a forward that has come to it. Their bytes may still be loading.
+    def visit(self, layer: int, call: str) -> AbstractContextManager[None]:
+        """Follow a forward through what it asks of the cache at a layer.
 
         Raises:
-            RequestError: No `use()`, or a forward before this one stopped half way.
+            RequestError: Layers run out of order, because a forward before this one stopped half way; or
+                gradients are on, and would run through what is written in place.
+        """
+        if not self.followed:
+            return _NOT_FOLLOWED
+        if torch.is_grad_enabled():
+            raise RequestError(
+                "states are written in place: run the forward under torch.inference_mode()"
+            )
+        self._follow(layer, call)
+        return Visit(self)
+
+    def _follow(self, layer: int, call: str) -> None:
+        place = self._place
+        following = 0 if place is None else (place + 1) % len(self.followed)
+        if place is not None and self.followed[place] == layer and call not in self._calls:
+            following = place
+        if self._stopped or self.followed[following] != layer:
+            raise RequestError(
+                f"a forward came to layer {layer}, and the one before it stopped on the way. States "
+                "cannot be taken back: leave `use()`, and the session falls back to its last backup."
+            )
+        if following != place:
+            self._calls.clear()
+        self._place = following
+        self._calls.add(call)
+
+    def stop(self) -> None:
+        """Note that the forward raised where it is."""
+        self._stopped = True
+
+    def reach(self, layer: int) -> Slots:
+        """Return a layer's slots. Their bytes may still be loading.
+
+        Raises:
+            RequestError: The session is evicted, or no `use()`.
         """
         if self.slots is None:
             raise RequestError("the session is evicted: `await session.load()` first")
         if not self.in_use:
             raise RequestError("run the forward inside `with session.use() as cache:`")
-        if self.followed:
-            self._follow(layer)
         return self.slots[layer]
-
-    def _follow(self, layer: int) -> None:
-        place = self._place
-        if place is not None and self.followed[place] == layer:
-            return
-        following = 0 if place is None else (place + 1) % len(self.followed)
-        if self.followed[following] != layer:
-            stopped = "before it began" if place is None else f"at layer {self.followed[place]}"
-            raise RequestError(
-                f"a forward came to layer {layer} behind one that stopped {stopped}, and states "
-                "cannot be taken back. Leave `use()`: the session falls back to its last backup."
-            )
-        self._place = following
 
     def fence(self, layer: int) -> None:
         """Order this thread, or its stream, after the layer's bytes."""
@@ -92,13 +120,20 @@ class Residency:
         self.load.fence(layer)
         self.waited_ns += time.perf_counter_ns() - start
 
-    def refuse_gradients(self) -> None:
-        """Raise where a write in place would become part of a graph.
 
-        Raises:
-            RequestError: Gradients are on.
-        """
-        if torch.is_grad_enabled():
-            raise RequestError(
-                "states are written in place: run the forward under torch.inference_mode()"
-            )
+@attrs.frozen(eq=False)
+class Visit:
+    """A call of a forward at a layer: if it raises, the forward stopped there."""
+
+    _residency: Residency
+
+    def __enter__(self) -> None:
+        """Do nothing: the call was noted."""
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """Note an error."""
+        if error is not None:
+            self._residency.stop()
+
+
+_NOT_FOLLOWED = nullcontext()

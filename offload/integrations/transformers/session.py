@@ -119,8 +119,8 @@ class Session:
         """Lend the cache to a forward. Until the block ends, `evict`, `load` and `close` are refused.
 
         A forward that raises leaves no trace of its tokens. States are written in place: where a model
-        has them, and the block raises or a forward stopped half way, the session falls back to its last
-        backup, and is evicted.
+        has them, let its errors leave the block. If the block raises, or a forward stopped half way, the
+        session falls back to its last backup, and is evicted.
 
         Raises:
             RequestError: The session is evicted, closed, or busy with something else.
@@ -132,7 +132,7 @@ class Session:
             whole = False
             try:
                 yield self.cache
-                whole = not self._residency.half_way
+                whole = self._residency.whole
             finally:
                 self._residency.in_use = False
                 if self._residency.changed_states:
