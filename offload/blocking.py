@@ -29,6 +29,7 @@ class BlockingScheduler(ThreadFace):
     _faults: list[BaseException] = attrs.field(init=False, factory=list)
     _thread: threading.Thread = attrs.field(init=False)
     _drain: bool = attrs.field(init=False, default=False)
+    _unwanted: bool = attrs.field(init=False, default=False)
 
     @classmethod
     def start(cls, scheduler: Scheduler) -> Self:
@@ -38,13 +39,13 @@ class BlockingScheduler(ThreadFace):
         face = cls(shell)
         face._scheduler = scheduler
         face._thread = threading.Thread(target=face._main, name="offload-loop", daemon=True)
-        face._thread.start()
         try:
+            face._thread.start()
             face._ready.wait()
         except BaseException:  # a signal's: nobody will ever hold what opens now
-            face._ready.wait()
+            face._unwanted = True  # it looks at this when it is ready; we look whether it is
             with contextlib.suppress(BaseException):
-                face.close()
+                face.close() if face._ready.is_set() else face._thread.join()
             raise
         if face._faults:
             raise face._faults[0]
@@ -68,6 +69,8 @@ class BlockingScheduler(ThreadFace):
         self._exit = anyio.Event()
         async with self._scheduler:
             self._ready.set()
+            if self._unwanted:
+                return
             await self._exit.wait()
             await self._scheduler.aclose(drain=self._drain)
 

@@ -258,7 +258,9 @@ class Machine:
 
     def _advance(self, piece: Piece) -> None:
         """Let a piece go as far as it may now."""
-        if piece.owner.state not in OPEN or piece.first == piece.last:  # or it is one layer, and has landed
+        if (
+            piece.owner.state not in OPEN or piece.first == piece.last
+        ):  # or it is one layer, and has landed
             if piece.batch is None and not piece.follows:
                 self._retire(piece)
             return
