@@ -1,0 +1,209 @@
+"""A submit of another thread, on its way in: the thread waits, the loop's thread admits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import TYPE_CHECKING, TypeVar
+
+import attrs
+
+from offload import acts, admission
+from offload.errors import SchedulerClosedError
+from offload.flight import LOOK_S
+from offload.parking import Place
+from offload.submit import Submission
+from offload.timer import Alarm
+from offload.transfer import Transfer
+from offload.waits import check_timeout
+
+if TYPE_CHECKING:
+    from offload.shell import Shell
+
+T = TypeVar("T")
+
+_INSTANT = 0.05
+"""Seconds that a timeout of 0 gives the loop to say whether there is room: it bounds the wait for room."""
+
+
+def submit(shell: Shell, submission: Submission, timeout: float | None) -> Transfer:
+    """Admit a submission; block this thread while there is no room.
+
+    Raises:
+        TimeoutError: No room within `timeout` seconds, or before the deadline: nothing was submitted.
+        SchedulerClosedError: It is closed, or its loop has ended.
+    """
+    shell.check_may_block("submit")
+    shell.refuse_closed()
+    check_timeout(timeout)
+    entrant = _Entrant(shell, submission)
+    if not shell.post(entrant.start):
+        raise SchedulerClosedError
+    try:
+        patience = timeout or (None if timeout is None else _INSTANT)
+        answered = _answered(shell, entrant.future, patience)
+    except BaseException:  # a signal's, or an exception thrown into this thread
+        if not entrant.give_up():
+            entrant.future.add_done_callback(_undo)
+        raise
+    if not answered and entrant.give_up():
+        raise TimeoutError(f"no room within {timeout} s; nothing was submitted")
+    return entrant.future.result()
+
+
+def submit_nowait(shell: Shell, submission: Submission) -> Transfer:
+    """Admit a submission, or raise `anyio.WouldBlock` where it would have to wait for room."""
+    return call(shell, lambda: admission.submit_nowait(shell, submission), _undo)
+
+
+def call(shell: Shell, act: Callable[[], T], undo: Callable[[Future[T]], None] | None = None) -> T:
+    """Have something done on the loop's thread; block this one until it is.
+
+    Args:
+        undo: Called with what came of it when this thread was thrown out of waiting meanwhile.
+
+    Raises:
+        SchedulerClosedError: The loop has ended.
+    """
+    shell.check_may_block("call the scheduler")
+    future: Future[T] = Future()
+
+    def run() -> None:
+        if future.set_running_or_notify_cancel():
+            try:
+                future.set_result(act())
+            except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
+                future.set_exception(error)
+
+    if not shell.post(run):
+        raise SchedulerClosedError
+    try:
+        _answered(shell, future, None)
+    except BaseException:
+        if not future.cancel() and undo is not None:
+            future.add_done_callback(undo)
+        raise
+    return future.result()
+
+
+@attrs.define(eq=False)
+class _Knock:
+    """A thread's place in the line: woken, it tries again on the loop's thread."""
+
+    again: Callable[[], object]
+    _woken: bool = False
+
+    def set(self) -> None:
+        """Try again soon."""
+        if not self._woken:
+            self._woken = True
+            self.again()
+
+    def is_set(self) -> bool:
+        """Whether it is about to try."""
+        return self._woken
+
+    def clear(self) -> None:
+        """Wait to be woken once more."""
+        self._woken = False
+
+
+@attrs.define(eq=False)
+class _Entrant:
+    """A submission of another thread, on its way in. All but `future` is the loop's business."""
+
+    shell: Shell
+    submission: Submission
+    future: Future[Transfer] = attrs.field(factory=Future)
+    place: Place | None = None
+    alarm: Alarm | None = None
+
+    def start(self) -> None:
+        """Submit, or stand in line."""
+        shell, wanted = self.shell, self.submission
+        try:
+            shell.refuse_closed()
+            if shell.line.open_for(wanted.priority, wanted.nbytes):
+                self._admit()
+                return
+            if wanted.hold is not None:
+                acts.let_go(shell, wanted.hold.pieces)
+            knock = _Knock(lambda: shell.post(self._again))
+            self.place = shell.line.enter(wanted.priority, wanted.nbytes, knock)
+            if wanted.deadline is not None:
+                self.alarm = shell.timer.call_at(wanted.deadline, self.place.expire)
+        except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
+            self._fail(error)
+
+    def _again(self) -> None:
+        shell, place = self.shell, self.place
+        assert place is not None
+        if place.left:
+            return
+        try:
+            shell.refuse_closed()
+            if self.future.cancelled():
+                self._withdraw()
+            elif place.expired:
+                raise TimeoutError("the deadline passed while it waited for room")
+            elif shell.line.may_go(place):
+                self._admit()
+                self._withdraw()
+            else:
+                assert isinstance(place.event, _Knock)
+                place.event.clear()
+        except BaseException as error:  # noqa: BLE001 - the same
+            self._withdraw()
+            self._fail(error)
+
+    def _admit(self) -> None:
+        if self.future.set_running_or_notify_cancel():
+            try:
+                self.future.set_result(admission.admit(self.shell, self.submission))
+            except BaseException as error:  # noqa: BLE001 - the same
+                self.future.set_exception(error)
+
+    def _fail(self, error: BaseException) -> None:
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_exception(error)
+
+    def give_up(self) -> bool:
+        """Withdraw after a timeout; return False when it was too late and the transfer exists."""
+        if not self.future.cancel():
+            return False
+        self.shell.post(self._withdraw)
+        return True
+
+    def _withdraw(self) -> None:
+        if self.place is not None:
+            self.shell.line.leave(self.place)
+        if self.alarm is not None:
+            self.shell.timer.cancel(self.alarm)
+
+
+def _undo(future: Future[Transfer]) -> None:
+    """Take back a submit whose thread was thrown out of waiting for it."""
+    if future.exception() is None:
+        future.result().cancel()
+
+
+def _answered(shell: Shell, future: Future[T], timeout: float | None) -> bool:
+    """Block until the loop's thread has answered; return whether it has within `timeout`.
+
+    Raises:
+        SchedulerClosedError: The loop has ended before it answered.
+    """
+    end = None if timeout is None else time.monotonic() + timeout
+    while True:
+        left = LOOK_S if end is None else end - time.monotonic()
+        try:
+            future.exception(min(max(left, 0.0), LOOK_S))
+        except FutureTimeout:
+            if end is not None and time.monotonic() >= end:
+                return False
+            if shell.dead:
+                raise SchedulerClosedError from None
+        else:
+            return True
