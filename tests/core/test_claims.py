@@ -92,6 +92,28 @@ def test_claims_are_of_both_sides() -> None:
     assert not any(table.held() for pair in mine.tables for table in pair)
 
 
+def test_layers_of_a_backup_follow_writers_alone() -> None:
+    """What is written into a device page goes before a layer that reads it; other readers do not matter."""
+    mine = claims()
+    mine.take(piece(1, Direction.LOAD, ids(3), ids(0)))
+    mine.take(piece(2, Direction.BACKUP, ids(4), ids(0)))
+    assert mine.ahead_of_layers(piece(3, Direction.BACKUP, ids(5), ids(0))) == {1}
+    assert mine.ahead_of_layers(piece(3, Direction.BACKUP, ids(5), ids(1))) == set()
+
+
+def test_an_endless_wait_is_told() -> None:
+    """The refusal names the page, the backup and both ways out."""
+    rig = Rig()
+    stream = rig.backup([0, 4], [5, 6], streaming=True)
+    with pytest.raises(RequestError) as caught:
+        rig.do(rig.request(Direction.LOAD, [6, 7], [4, 0]))
+    assert str(caught.value) == (
+        "load writes device page 0, and waits for the streaming backup "
+        f"{stream}, which has yet to read that page: neither could go first. Load into other pages, "
+        "or submit it after the forward's last layer_written."
+    )
+
+
 @pytest.mark.parametrize("side", ["host", "device"])
 def test_pages_of_a_lost_device_are_refused_for_ever(side: str) -> None:
     """What a scheduler before left claimed is refused by side; free pages and later claims are not."""
