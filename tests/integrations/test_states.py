@@ -329,6 +329,32 @@ def test_a_forward_behind_one_that_stopped_is_refused(
     anyio.run(body)
 
 
+@pytest.mark.parametrize("name", ["jamba", "mamba2"])
+def test_a_forward_that_stopped_outside_the_cache_is_seen_too(name: str) -> None:
+    """Layer 0 is come to again before the others were: the forward before did not get there."""
+
+    def stop(module: torch.nn.Module, args: object) -> None:
+        raise ArithmeticError
+
+    async def body() -> None:
+        async with rig(name, torch.float32) as r:
+            session = await evicted(r)
+            await session.load()
+            lists = (each for each in r.model.modules() if isinstance(each, torch.nn.ModuleList))
+            layers = next(each for each in lists if len(each) == 4)
+            with session.use() as cache:
+                hook = layers[1].register_forward_pre_hook(stop)
+                with pytest.raises(ArithmeticError):
+                    await r.logits(cache, ids(1, seed=8))
+                hook.remove()
+                with pytest.raises(offload.RequestError, match="the one before it stopped"):
+                    await r.logits(cache, ids(1, seed=8))
+            assert not session.resident
+            assert same_bits(await continued(r, session), expected(name, torch.float32))
+
+    anyio.run(body)
+
+
 def test_a_block_that_raises_costs_what_was_not_backed_up() -> None:
     """Whether the last forward was whole is not known when its block raises: it does not count."""
 
