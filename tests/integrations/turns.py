@@ -99,3 +99,10 @@ def free_pages(r: Rig) -> list[int]:
     return [
         pool.pages.num_free for member in r.pools.members for pool in (member.device, member.host)
     ]
+
+
+async def lose(r: Rig, session: Session) -> None:
+    """Run a forward in a block that raises behind it."""
+    with session.use() as cache:
+        await r.logits(cache, ids(1, seed=8))
+        raise ArithmeticError
