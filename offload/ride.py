@@ -159,7 +159,9 @@ class Ride:
     def verdict(self) -> State | None:
         """Return how it ended, done, failed or cancelled, as soon as any thread saw it; None before."""
         outcome = self._outcome
-        if outcome is None:
+        if outcome is None and (
+            self._flight is not None or self._deciding or self._lead is not None
+        ):
             landed, failed = self._all_landed(), self._failure() is not None
             outcome = self._decided()
             if outcome is None and (landed or failed):

@@ -422,9 +422,10 @@ class Shell:
         self._notify()
 
     def _notify(self) -> None:
-        changed, self._changed = self._changed, []
-        for event in changed:
-            event.set()
+        if self._changed:
+            changed, self._changed = self._changed, []
+            for event in changed:
+                event.set()
 
     async def change(self) -> None:
         """Wait until pages were unlocked, a batch ended, or the scheduler broke."""
