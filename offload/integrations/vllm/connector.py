@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-_LOG = logging.getLogger("offload")
+_LOG = logging.getLogger("vllm.offload")  # below vLLM's own, which has the handlers
 
 
 class OffloadConnector(KVConnectorBase_V1):

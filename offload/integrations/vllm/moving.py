@@ -10,7 +10,7 @@ import attrs
 from offload import BlockingScheduler, OffloadError, State, Tracer, Transfer
 from offload.integrations.vllm.messages import Job
 
-_LOG = logging.getLogger("offload")
+_LOG = logging.getLogger("vllm.offload")  # below vLLM's own, which has the handlers
 
 Tags = Mapping[str, str | int | float | bool | None]
 

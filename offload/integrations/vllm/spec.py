@@ -24,7 +24,7 @@ from offload import RequestError, Tracer, start_scheduler
 from offload.integrations.vllm.jobs import Jobs, Pages, opaque_group, sub_pages
 from offload.integrations.vllm.settings import Settings
 
-_LOG = logging.getLogger("offload")
+_LOG = logging.getLogger("vllm.offload")  # below vLLM's own, which has the handlers
 
 _OURS = frozenset({"timeout_s", "io_backend", "driver", "trace", "trace_capacity"})
 

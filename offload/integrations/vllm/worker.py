@@ -28,7 +28,7 @@ from offload.integrations.vllm.messages import Job, Outcomes, StepPlan
 from offload.integrations.vllm.moving import Moved, Mover, Moving, Tagger
 from offload.integrations.vllm.settings import Settings
 
-_LOG = logging.getLogger("offload")
+_LOG = logging.getLogger("vllm.offload")  # below vLLM's own, which has the handlers
 
 _SLACK_S = 5.0
 """Seconds a thread waits beyond a transfer's own deadline, which should have ended the wait: a scheduler
