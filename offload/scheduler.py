@@ -31,8 +31,8 @@ from offload.submit import After, Submission
 from offload.threadface import ThreadFace
 from offload.transfer import Transfer
 
-_CLOSE_CHUNK = 1024
-"""Requests cancelled per turn while closing: about 5 ms of the loop."""
+_CLOSE_CHUNK = 256
+"""Requests cancelled per turn while closing: about 3 ms of the loop."""
 
 
 @attrs.define(eq=False, repr=False)
@@ -111,9 +111,11 @@ class Scheduler:
 
     async def _cancel_queued(self) -> None:
         """Cancel everything that was not issued, a chunk per turn of the loop."""
-        for number, piece in enumerate(self._shell.machine.live()):
-            if piece.unissued:
-                self._shell.handle(Cancel(piece.request.id))
+        machine = self._shell.machine
+        for number, request in enumerate(machine.names()):
+            piece = machine.find(request)
+            if piece is not None and piece.parent is None and piece.unissued:
+                self._shell.handle(Cancel(request))
             if number % _CLOSE_CHUNK == _CLOSE_CHUNK - 1:
                 await checkpoint()
 
