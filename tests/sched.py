@@ -33,7 +33,7 @@ SPEC = offload.PoolSpec.mha(
     num_layers=4, page_size=2, num_kv_heads=2, head_dim=3, v_head_dim=5, dtype=torch.float16
 )
 PAGE_BYTES = SPEC.page_bytes
-PATIENCE_S = 10.0
+PATIENCE_S = 30.0
 """No body takes longer, however busy the machine is; one that does hangs."""
 
 Body = Callable[..., Coroutine[Any, Any, None]]
