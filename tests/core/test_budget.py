@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from offload.core.batch import Batch, Limits, Piece
+from offload.core.batch import Batch, Limits, Piece, Queue, share
 from offload.core.budget import UNBOUNDED, Budget
 from offload.core.kinds import Direction
 from offload.core.request import Request
+from offload.errors import RequestError
 
 
 def piece(nbytes: int = 10, *, parent: Piece | None = None) -> Piece:
@@ -121,3 +122,28 @@ def test_a_batch_gets_its_own_budget_and_what_is_left(
 ) -> None:
     """Bytes and ops of one batch, cut to what may still be in flight, and never to nothing."""
     assert budget.of_batch() == expected
+
+
+def test_layers_of_backups_fill_a_batch_by_their_shares() -> None:
+    """Of a request of 43 bytes over four layers one layer counts 10, in whole bytes."""
+    owner = piece(43)
+    assert share(piece(43, parent=owner)) == 10
+    assert isinstance(share(piece(43, parent=owner)), int)
+    assert share(owner) == 43
+    queue = Queue()
+    layers = [Piece(n, owner.request, 0, 1, 0, parent=owner) for n in range(5)]
+    for each in layers:
+        queue.push(each)
+    assert queue.take(29, UNBOUNDED, None) == layers[:2]
+    assert queue.take(30, UNBOUNDED, None) == layers[2:]
+
+
+@pytest.mark.parametrize("wrong", [0, -3, 1.5, "8"])
+def test_a_limit_that_is_none_is_refused_in_full(wrong: object) -> None:
+    """The error names the limit, the value, and what it may be."""
+    with pytest.raises(RequestError) as caught:
+        Limits(max_batch_ops=wrong)  # type: ignore[arg-type]
+    assert str(caught.value) == (
+        f"Limits.max_batch_ops is {wrong!r}; it must be an integer from 1 up, or None"
+    )
+    assert caught.value.value == wrong
