@@ -39,7 +39,7 @@ def save_model(folder: str) -> None:
 
 
 def main() -> None:
-    """Ask the same twice; between the two, vLLM's own prefix cache is dropped."""
+    """Ask the same three times without vLLM's own prefix cache; the last time, host memory has the prefix."""
     with tempfile.TemporaryDirectory() as folder:
         save_model(folder)
         llm = LLM(folder, skip_tokenizer_init=True, enforce_eager=True, max_model_len=2048,

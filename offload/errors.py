@@ -278,7 +278,7 @@ class OutOfPagesError(OffloadError):
 
 
 class SchedulerClosedError(OffloadError):
-    """You closed it."""
+    """The scheduler is closed, or can serve no more: its loop has ended, or its device is lost."""
 
     def __init__(self, asked: str = "submit") -> None:
         self.asked = asked
@@ -315,7 +315,7 @@ class TransferFailed(OffloadError):
 
 
 class TransferCancelled(TransferFailed):
-    """Someone else cancelled it."""
+    """It was cancelled: by `Transfer.cancel`, or because its scheduler closed before it was issued."""
 
     def __init__(self, transfer: str) -> None:
         super().__init__(transfer)

@@ -37,12 +37,17 @@ def attach(
 
     A forward that raises inside the block cancels the backups whose layers it has not written.
 
+    Run the forward in a worker thread: on the scheduler's own loop thread a wait is refused.
+
     Args:
         layers: One module per model layer, in order.
+        load: Loads that the forward reads from.
+        backup: Streaming backups of what it writes.
         tracer: Records the forward where there is no transfer to name one.
 
     Raises:
-        RequestError: Their number is not that of the transfers' layers.
+        RequestError: The number of layers is not that of the transfers', a module appears twice, or a
+            backup is not streaming.
     """
     return Attachment(tuple(layers), _listed(load), _listed(backup), tracer)
 

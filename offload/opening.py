@@ -30,7 +30,10 @@ def open_scheduler(
     driver: str | Driver | None = None,
     compute_streams: Sequence[object] = (),
 ) -> Scheduler:
-    """Return a scheduler to be entered with `async with`; leaving it waits for what was issued.
+    """Return a scheduler to be entered with `async with`.
+
+    Leaving the block cancels what is still queued and waits for what moves: await what must be done, or
+    close with `aclose(drain=True)`.
 
     Args:
         device: The device pool; or a `PoolGroup`, and no `host`.

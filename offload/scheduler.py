@@ -153,7 +153,7 @@ class Scheduler:
     ) -> Transfer:
         """Submit a load, host to device; return it once admitted. Parks only for back-pressure.
 
-        Row `i` of `host_pages` goes to row `i` of `device_pages`. Cancelled while parked, nothing was
+        `host_pages[i]` goes to `device_pages[i]`. Cancelled while parked, nothing was
         submitted. Admitted at once, it does not yield: a loop of awaits makes one batch.
 
         Args:
@@ -276,7 +276,11 @@ class Scheduler:
             self._shell.line.leave(place)
 
     def hold(self) -> AbstractContextManager[None]:
-        """Keep back what this thread submits until the block ends; then it is one batch."""
+        """Keep back what this thread submits until the block ends; then it is one batch.
+
+        Requests that follow others on the same pages are no part of it: they go when those have landed. On
+        a loop the thread is that of all tasks: what others submit while the block awaits is kept back too.
+        """
         return acts.hold(self._shell)
 
     # Questions ---------------------------------------------------------------------------------------

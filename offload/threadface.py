@@ -123,7 +123,10 @@ class ThreadFace:
         return submit_nowait(self._shell, submission)
 
     def hold(self) -> AbstractContextManager[None]:
-        """Keep back what this thread submits until the block ends; then it is one batch."""
+        """Keep back what this thread submits until the block ends; then it is one batch.
+
+        Requests that follow others on the same pages are no part of it: they go when those have landed.
+        """
         return acts.hold(self._shell)
 
     def now(self) -> float:

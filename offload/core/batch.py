@@ -35,7 +35,11 @@ OPEN = (State.QUEUED, State.ISSUED)
 
 @attrs.frozen
 class Limits:
-    """Bounds that turn load into back-pressure. None is unbounded."""
+    """Bounds that turn load into back-pressure. None is unbounded.
+
+    Above `max_queued_bytes`, `load` and `backup` wait, and their `_nowait` twins raise. Above `max_inflight_*`,
+    what was submitted waits in the queue. `max_batch_*` bound what is merged.
+    """
 
     max_queued_bytes: int | None = None
     """Bytes of requests that were submitted and not yet issued; `await load` parks above it."""

@@ -86,7 +86,11 @@ class Tracer(Recorder):
         )
 
     def report(self) -> Report:
-        """Return how much of the forward was spent waiting, and why. Print it, or take `.to_json()`."""
+        """Return how much of the forward was spent waiting, and why. Print it, or take `.to_json()`.
+
+        `hidden` is the share of copying time in which a layer was computed. Numbers of a layer are sums
+        over all forwards; `load us` is the time in which that layer was being loaded.
+        """
         from offload.trace.report import Report
 
         return Report.of(self.timeline())

@@ -11,6 +11,8 @@ async with offload.open_scheduler(pools) as scheduler:
     with chat.use() as cache:
         await anyio.to_thread.run_sync(forward, cache)     # each layer waits for its own bytes
 
+A few models, such as Mamba2, take the cache as `cache_params=` instead of `past_key_values=`.
+
 A model with conv or recurrent states (Mamba, Jamba, Qwen3-Next, ...) takes two numbers more:
 `session_pools(..., num_slots=8, num_host_slots=64)`.
 """
