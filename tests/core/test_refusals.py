@@ -43,6 +43,13 @@ def owned() -> PageAllocator:
     return pages
 
 
+def unlocked_twice() -> None:
+    """Lock a page and unlock it beside another."""
+    pages = PageAllocator(8)
+    pages.lock([4])
+    pages.unlock([4, 2])
+
+
 def host(axes: str | Layout, **sizes: int) -> object:
     """Lay a pool of 64 tokens, 8 heads and 128 elements out."""
     order = axes if isinstance(axes, Layout) else Axes(axes)
@@ -129,6 +136,14 @@ REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
             "free of page 2 at position 0, which stands in the list again. Name each page once. "
             "Nothing was freed."
         ),
+    ),
+    "unlock of what was never locked": (
+        lambda: PageAllocator(8).unlock([4, 2]),
+        ("unlock of page 4 at position 0, which is not locked. Each lock can be taken back once."),
+    ),
+    "unlock once too often": (
+        unlocked_twice,
+        ("unlock of page 2 at position 1, which is not locked. Each lock can be taken back once."),
     ),
     "k and v in one host array": (
         lambda: host("p l 2 t h d"),
