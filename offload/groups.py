@@ -1,4 +1,4 @@
-"""Groups that models of the field need, built from an engine's device pools.
+"""Groups that known models need, built from an engine's device pools.
 
 Each function takes device pools, allocated or adopted, makes the host pools that back them, and returns
 the group. Anything else is a `PoolGroup` written out by hand; these only save that.
