@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import torch
 
 import offload
 
@@ -86,6 +87,18 @@ class Engine:
         while not self.llm.reset_prefix_cache(reset_connector=connector):
             assert time.monotonic() < until, "blocks are still in use"
             self.ask([[1]], count=1)
+        self.scribble()
+
+    def scribble(self) -> None:
+        """Overwrite vLLM's blocks, all free now: else the same prompt gets its old blocks, and its old bytes."""
+        core = self.llm.llm_engine.engine_core
+        if not hasattr(core, "engine_core"):
+            return  # in another process
+        for cache in core.engine_core.model_executor.driver_worker.worker.model_runner.kv_caches:
+            if cache.dtype.is_floating_point and cache.itemsize > 1:
+                cache.normal_()
+            else:
+                cache.view(torch.uint8).random_(100)  # fp8: below the patterns of NaN
 
     def parameters(self, count: int, **changes: Any) -> Any:
         """Return vLLM's parameters of a greedy request for so many tokens, or of one that differs."""

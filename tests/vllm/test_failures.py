@@ -113,6 +113,22 @@ def test_a_load_that_hangs_is_given_up(broken: Broken, expected: list[Answer]) -
     settle(broken, expected)
 
 
+def test_nothing_computed_over_a_failed_load_is_kept(
+    broken: Broken, expected: list[Answer]
+) -> None:
+    """Blocks behind a prefix that was not loaded are stored in the same step: they are not offered to anybody."""
+    longer = [*PROMPTS[0], *models.prompt(80, 50)]
+    broken.hooks.fail(OSError("the copy broke"), stream="load", layer=1, nth=1)
+    first = broken.engine.ask([longer])
+    broken.engine.forget()
+    again = broken.engine.ask([longer])
+    assert again[0].cached == 224
+    TALLY.near(again, first)
+    broken.engine.forget(connector=True)
+    TALLY.near(broken.engine.ask([longer]), first)
+    settle(broken, expected)
+
+
 def test_a_store_that_fails_is_forgotten(broken: Broken, expected: list[Answer]) -> None:
     """Blocks whose store broke are not offered to anybody; they are stored the next time."""
     prompt = models.prompt(200, 9)

@@ -55,6 +55,7 @@ def test_layer_by_layer_under_the_forward(
     made.ask([PROMPT])
     made.forget()
     gates = [hooks.gate(stream="load", layer=layer) for layer in range(models.LAYERS)]
+    hooks.delay(0.02, stream="load")  # whoever does not wait reads what was there before
     gates[0].open()
     ran: list[int] = []
 

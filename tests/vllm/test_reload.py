@@ -92,6 +92,7 @@ def run(request: pytest.FixtureRequest, folder: Path) -> Iterator[Run]:
         }
         turns = conversation(bare)
     hooks = Hooks()
+    hooks.delay(0.005, stream="load")  # whoever does not wait reads what was there before
     connector = ours(driver=driver(hooks=hooks), stream_mib=case.stream_mib)
     with engine(model, connector, dtype=case.dtype) as made:
         yield Run(case, made, hooks, expected, turns)
