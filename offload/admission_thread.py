@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, TypeVar
 import attrs
 
 from offload import acts, admission
-from offload.errors import SchedulerClosedError
 from offload.flight import LOOK_S
 from offload.parking import Place
 from offload.submit import Submission
@@ -40,7 +39,7 @@ def submit(shell: Shell, submission: Submission, timeout: float | None) -> Trans
     check_timeout(timeout)
     entrant = _Entrant(shell, submission)
     if not shell.post(entrant.start):
-        raise SchedulerClosedError
+        raise shell.closed_error()
     try:
         patience = timeout or (None if timeout is None else _INSTANT)
         answered = _answered(shell, entrant.future, patience)
@@ -78,7 +77,7 @@ def call(shell: Shell, act: Callable[[], T], undo: Callable[[Future[T]], None] |
                 future.set_exception(error)
 
     if not shell.post(run):
-        raise SchedulerClosedError
+        raise shell.closed_error()
     try:
         _answered(shell, future, None)
     except BaseException:
@@ -204,6 +203,6 @@ def _answered(shell: Shell, future: Future[T], timeout: float | None) -> bool:
             if end is not None and time.monotonic() >= end:
                 return False
             if shell.dead:
-                raise SchedulerClosedError from None
+                raise shell.closed_error() from None
         else:
             return True

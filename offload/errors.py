@@ -280,10 +280,15 @@ class OutOfPagesError(OffloadError):
 class SchedulerClosedError(OffloadError):
     """The scheduler is closed, or can serve no more: its loop has ended, or its device is lost."""
 
-    def __init__(self, asked: str = "submit") -> None:
+    def __init__(self, asked: str = "submit", *, gone: str = "") -> None:
         self.asked = asked
+        self.gone = gone
+        """What of it is no more: `device is lost`, `event loop has ended`; empty: it was closed."""
         super().__init__(
-            f"cannot {asked}: the scheduler is closed. Nothing was queued. "
+            f"cannot {asked}: this scheduler's {gone}. Pages that were in the air are never free "
+            "again: open another scheduler, and use other pages."
+            if gone
+            else f"cannot {asked}: the scheduler is closed. Nothing was queued. "
             "Submit before the block that opened it ends, or open another."
         )
 
@@ -292,19 +297,25 @@ class TransferFailed(OffloadError):
     """It broke; the cause is `__cause__`."""
 
     def __init__(
-        self, transfer: str, *, layer: int | None = None, cause: BaseException | None = None
+        self,
+        transfer: str,
+        *,
+        layer: int | None = None,
+        cause: BaseException | None = None,
+        leaves: str = "",
     ) -> None:
         self.transfer = transfer
         """Which one, as its repr names it: `load 12`."""
         self.layer = layer
         """The layer whose copy raised, where that is known."""
-        at = "" if layer is None else f" at layer {layer}"
-        why = "" if cause is None else f": {type(cause).__name__}: {_text(cause)}".rstrip(": ")
-        super().__init__(
-            f"{transfer} failed{at}{why}. Layers that had landed are usable; "
-            "its pages stay locked until the copies already issued have landed."
-        )
+        self.leaves = leaves
+        """What it leaves in its pages, as a sentence; empty where that is not known."""
+        super().__init__(f"{transfer} {self._ended(cause)}.{' ' if leaves else ''}{leaves}")
         self.__cause__ = cause
+
+    def _ended(self, cause: BaseException | None) -> str:
+        at = "" if self.layer is None else f" at layer {self.layer}"
+        return f"failed{at}{_why(cause)}"
 
     @classmethod
     def source(cls, transfer: str, text: str) -> TransferFailed:
@@ -317,18 +328,39 @@ class TransferFailed(OffloadError):
 class TransferCancelled(TransferFailed):
     """It was cancelled: by `Transfer.cancel`, or because its scheduler closed before it was issued."""
 
-    def __init__(self, transfer: str) -> None:
-        super().__init__(transfer)
-        self.args = (
-            (
-                f"{transfer} was cancelled. Layers that had landed are usable; "
-                "its pages stay locked until the copies already issued have landed."
-            ),
+    def _ended(self, cause: BaseException | None) -> str:
+        return "was cancelled"
+
+
+def left_behind(direction: str, *, landed: int | None) -> str:
+    """Return what a transfer that failed or was cancelled leaves in its pages, as a sentence.
+
+    Args:
+        landed: How many layers had landed; None: it was never issued.
+    """
+    if landed is None:
+        return "Nothing was copied."
+    lasts = "its pages stay locked until the copies already issued have landed."
+    if direction == "load":
+        return (
+            f"{'Layers that had landed are usable' if landed else 'No layer had landed'}; {lasts}"
         )
+    hold = "hold" if landed else "may hold"
+    return f"Its host pages {hold} part of it, and cannot be loaded until they are backed up again; {lasts}"
+
+
+def _why(cause: BaseException | None) -> str:
+    """Return a cause as the end of a sentence, without its full stop; our own need no class's name."""
+    if cause is None:
+        return ""
+    text = _text(cause).rstrip(". ")
+    if isinstance(cause, TransferFailed):
+        return f": {text}"
+    return f": {type(cause).__name__}: {text}".rstrip(": ")
 
 
 class InvalidTransitionError(OffloadError):
-    """Our bug: an event that this state cannot have. Carries the transfer's story."""
+    """A defect of offload: an event that this state cannot have. Carries the transfer's story."""
 
     def __init__(self, *, event: str, state: str, story: Sequence[str] = ()) -> None:
         self.event = event
@@ -337,6 +369,6 @@ class InvalidTransitionError(OffloadError):
         """What happened to it so far, oldest first."""
         told = "; ".join(self.story) or "nothing"
         super().__init__(
-            f"event {event!r} in state {state!r} has no transition. This is a fault of offload: "
+            f"event {event!r} in state {state!r} has no transition. This is a bug in offload: "
             f"report it with this story: {told}."
         )

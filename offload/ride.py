@@ -25,7 +25,7 @@ from offload.core.kinds import Direction
 from offload.core.request import Request
 from offload.driver.base import Event
 from offload.driver.loops import Signal
-from offload.errors import RequestError, TransferCancelled, TransferFailed
+from offload.errors import RequestError, TransferCancelled, TransferFailed, left_behind
 from offload.flight import Flight
 from offload.submit import Hold
 
@@ -189,12 +189,22 @@ class Ride:
         """Raise what who waits for it is told, when it failed or was cancelled."""
         outcome = self._decided()
         if outcome is State.CANCELLED:
-            raise TransferCancelled(self.name)
+            raise TransferCancelled(self.name, leaves=self._leaves())
         if outcome is State.FAILED:
-            raise TransferFailed(self.name, layer=self._error_layer, cause=self.error)
+            raise self.failure(self.error, self._error_layer)
         flight = self._failure() if outcome is None else None
         if flight is not None:
-            raise TransferFailed(self.name, layer=flight.error_layer, cause=flight.error)
+            raise self.failure(flight.error, flight.error_layer)
+
+    def failure(self, cause: BaseException | None, layer: int | None = None) -> TransferFailed:
+        """Return the error that says why it failed, and what that leaves in its pages."""
+        return TransferFailed(self.name, layer=layer, cause=cause, leaves=self._leaves())
+
+    def _leaves(self) -> str:
+        issued = (self._lead or self)._flight is not None
+        holes = self.shell.group.holes
+        landed = sum(self.landed(layer) for layer in range(self.num_layers) if layer not in holes)
+        return left_behind(self.direction, landed=landed if issued else None)
 
     def _decided(self) -> State | None:
         if self._deciding:

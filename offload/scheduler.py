@@ -22,7 +22,7 @@ from offload.core.events import Cancel
 from offload.core.kinds import Direction
 from offload.core.pages import PagesLike
 from offload.counters import Counters
-from offload.errors import RequestError, SchedulerClosedError
+from offload.errors import RequestError
 from offload.flight_warm import warm_up
 from offload.group import PagePair, PoolGroup
 from offload.shell import Shell
@@ -336,7 +336,7 @@ class Scheduler:
         shell.take_inbox()
         while shell.busy(places):
             if shell.stuck is not None:
-                raise SchedulerClosedError("wait for idle pages") from shell.stuck
+                raise shell.closed_error("wait for idle pages") from shell.stuck
             acts.refuse_waiting_for(shell, places)
             await shell.change()
             shell.take_inbox()

@@ -189,7 +189,17 @@ class Shell:
     def refuse_closed(self) -> None:
         """Raise if it is closed, or closing."""
         if self.closing:
-            raise SchedulerClosedError from self.stuck
+            raise self.closed_error() from self.stuck
+
+    def closed_error(self, asked: str = "submit") -> SchedulerClosedError:
+        """Return what callers are told once nothing will happen any more, and why."""
+        # 1 the device is gone, 2 an error of ours broke it, 3 the loop ended under it, or it was closed.
+        if self.lost is not None:
+            return SchedulerClosedError(asked, gone="device is lost")
+        if self.fault is not None:
+            return SchedulerClosedError(asked, gone="loop was ended by an error")
+        ended = self.dead and not self.closing
+        return SchedulerClosedError(asked, gone="event loop has ended" if ended else "")
 
     def check_may_block(self, what: str) -> None:
         """Raise if blocking this thread would stop the loop that has to end the wait."""

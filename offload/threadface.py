@@ -13,7 +13,6 @@ from offload.admission_thread import call, submit, submit_nowait
 from offload.core.kinds import Direction
 from offload.core.pages import PagesLike
 from offload.counters import Counters
-from offload.errors import SchedulerClosedError
 from offload.group import PagePair
 from offload.statistics import Statistics
 from offload.submit import After
@@ -173,7 +172,7 @@ class ThreadFace:
         if not shell.bell.wait(idle, timeout):
             raise TimeoutError(f"pages are still busy after {timeout} s")
         if shell.busy(places):
-            raise SchedulerClosedError("wait for idle pages") from shell.stuck
+            raise shell.closed_error("wait for idle pages") from shell.stuck
 
     @property
     def counters(self) -> Counters:

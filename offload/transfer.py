@@ -7,7 +7,6 @@ from collections.abc import Generator, Mapping
 from offload import acts, waits
 from offload.core.batch import State
 from offload.core.kinds import Direction
-from offload.errors import TransferFailed
 from offload.ride import RELEASED, SETTLED, Ride
 
 
@@ -116,7 +115,7 @@ class Transfer:
         ride = self._ride
         await waits.until(ride, RELEASED, lambda: ride.released or ride.shell.stuck is not None)
         if not ride.released:
-            raise TransferFailed(ride.name, cause=ride.shell.stuck)
+            raise ride.failure(ride.shell.stuck)
 
     # Waiting in a thread ---------------------------------------------------------------------------
 

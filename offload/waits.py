@@ -7,7 +7,7 @@ from collections.abc import Callable
 from anyio.lowlevel import checkpoint
 
 from offload.acts import refuse_waiting
-from offload.errors import RequestError, TransferFailed
+from offload.errors import RequestError
 from offload.ride import RELEASED, Ride
 
 
@@ -70,10 +70,7 @@ def block(
         raise TimeoutError(f"{ride!r}: {timeout} s passed while waiting for {what}")
     if not reached():
         ride.raise_if_over()
-        raise TransferFailed(
-            ride.name,
-            cause=shell.stuck or RuntimeError("the event loop of its scheduler has ended"),
-        )
+        raise ride.failure(shell.stuck or RuntimeError("the event loop of its scheduler has ended"))
 
 
 def for_layer(ride: Ride, layer: int, timeout: float | None = None) -> int:

@@ -20,13 +20,12 @@ from offload.errors import (
     TransferFailed,
     UnknownNameError,
     UnsupportedPairError,
+    left_behind,
     one_of,
 )
 
-LANDED = (
-    "Layers that had landed are usable; its pages stay locked until the copies already issued have "
-    "landed."
-)
+DRAINING = "its pages stay locked until the copies already issued have landed."
+LANDED = f"Layers that had landed are usable; {DRAINING}"
 
 
 def pair_error(**changes: object) -> UnsupportedPairError:
@@ -157,15 +156,53 @@ GOLDEN: dict[str, tuple[OffloadError, str]] = {
             "opened it ends, or open another."
         ),
     ),
+    "lost": (
+        SchedulerClosedError("wait for idle pages", gone="device is lost"),
+        (
+            "cannot wait for idle pages: this scheduler's device is lost. Pages that were in the air are "
+            "never free again: open another scheduler, and use other pages."
+        ),
+    ),
     "failed": (
-        TransferFailed("load 12", layer=3, cause=RuntimeError("boom")),
+        TransferFailed(
+            "load 12", layer=3, cause=RuntimeError("boom"), leaves=left_behind("load", landed=3)
+        ),
         f"load 12 failed at layer 3: RuntimeError: boom. {LANDED}",
     ),
-    "cancelled": (TransferCancelled("load 12"), f"load 12 was cancelled. {LANDED}"),
+    "failed at once": (
+        TransferFailed("load 12", cause=OSError("no."), leaves=left_behind("load", landed=0)),
+        f"load 12 failed: OSError: no. No layer had landed; {DRAINING}",
+    ),
+    "failed with another": (
+        TransferFailed(
+            "load 6",
+            cause=TransferFailed.source("backup 5", "host page 4 is torn. Back it up again."),
+            leaves=left_behind("load", landed=None),
+        ),
+        "load 6 failed: host page 4 is torn. Back it up again. Nothing was copied.",
+    ),
+    "cancelled": (
+        TransferCancelled("load 12", leaves=left_behind("load", landed=1)),
+        f"load 12 was cancelled. {LANDED}",
+    ),
+    "backup cancelled half way": (
+        TransferCancelled("backup 5", leaves=left_behind("backup", landed=2)),
+        (
+            "backup 5 was cancelled. Its host pages hold part of it, and cannot be loaded until they are "
+            f"backed up again; {DRAINING}"
+        ),
+    ),
+    "backup failed at once": (
+        TransferFailed("backup 5", leaves=left_behind("backup", landed=0)),
+        (
+            "backup 5 failed. Its host pages may hold part of it, and cannot be loaded until they are "
+            f"backed up again; {DRAINING}"
+        ),
+    ),
     "transition": (
         InvalidTransitionError(event="Landed", state="queued", story=("submitted", "cancelled")),
         (
-            "event 'Landed' in state 'queued' has no transition. This is a fault of offload: report it "
+            "event 'Landed' in state 'queued' has no transition. This is a bug in offload: report it "
             "with this story: submitted; cancelled."
         ),
     ),

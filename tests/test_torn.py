@@ -54,14 +54,22 @@ async def test_later_loads_fail_at_once_until_the_page_is_whole() -> None:
     """A load of a torn page fails as any load does, awaited and in threads, and a fresh backup mends it."""
     async with sim_scheduler() as bed:
         scheduler, sim, device, host = bed
-        await half_a_backup(bed, "cancel")
+        torn = await half_a_backup(bed, "cancel")
         load = await scheduler.load(
             host_pages=[5, 6], device_pages=[1, 2], deadline=scheduler.now() + 1
         )
         assert load.done
         assert not scheduler.busy(device_pages=[1, 2], host_pages=[5, 6])
-        with pytest.raises(offload.TransferFailed, match="host page 5 holds part of backup"):
+        with pytest.raises(offload.TransferFailed) as caught:
             load.result()
+        assert str(caught.value) == (
+            f"load {load.id} failed: host page 5 holds part of backup {torn.id}, which was cancelled when "
+            "2 of 4 layers had landed. Back that page up again, or free it. Nothing was copied."
+        )
+        with pytest.raises(
+            offload.TransferCancelled, match="host pages hold part of it, and cannot be"
+        ):
+            await torn
         again = await scheduler.backup(device_pages=[3], host_pages=[5])
         fine = await scheduler.load(host_pages=[5], device_pages=[1])
         await sim.run_until_idle()

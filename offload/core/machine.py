@@ -33,7 +33,7 @@ cancelled request that had not begun has changed nothing, and is as if it had ne
 pages of which a backup has written a part stay torn beyond that (`torn.py`): every later load of them fails,
 until a backup has written them whole. Device pages do not: compute writes them too, and knows better.
 
-Transitions of a request are the table `TRANSITIONS`; anything else is our bug and raises.
+Transitions of a request are the table `TRANSITIONS`; anything else is a defect of offload and raises.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class Machine:
         Raises:
             RequestError: A request that could only wait for ever, or a layer that was written twice;
                 nothing changed.
-            InvalidTransitionError: Our bug.
+            InvalidTransitionError: A defect of offload.
         """
         match event:
             case Request():

@@ -10,7 +10,15 @@ import anyio
 import pytest
 import torch
 
-from offload import DevicePool, HostPool, PoolSpec, TransferFailed, open_scheduler, start_scheduler
+from offload import (
+    DevicePool,
+    HostPool,
+    PoolSpec,
+    SchedulerClosedError,
+    TransferFailed,
+    open_scheduler,
+    start_scheduler,
+)
 from offload.driver.cuda import CudaDriver
 from offload.errors import RequestError
 from offload.testing import FakeCuda
@@ -134,6 +142,9 @@ def test_a_lost_device_settles_everything_and_closes() -> None:
         fake.break_context(700)
         with pytest.raises(TransferFailed):
             load.result(timeout=PATIENCE)
+        with pytest.raises(SchedulerClosedError, match="device is lost") as caught:
+            scheduler.wait_idle(host_pages=[0], timeout=PATIENCE)
+        assert caught.value.__cause__ is driver.lost
         with pytest.raises(RequestError, match="lost"):
             scheduler.load(host_pages=[1], device_pages=[1])
     assert driver.lost is not None
