@@ -40,7 +40,8 @@ def pytest_runtest_makereport(
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Turn a skip into a failure where skips are forbidden; GPU tests may still be skipped."""
     report = yield
-    if report.skipped and item.config.getoption("forbid_skips") and "gpu" not in item.keywords:
+    skipped = report.skipped and not hasattr(report, "wasxfail")
+    if skipped and item.config.getoption("forbid_skips") and "gpu" not in item.keywords:
         report.outcome = "failed"
         report.longrepr = f"skipped, and --forbid-skips was given: {call.excinfo}"
     return report
