@@ -217,7 +217,8 @@ async def loads(anchor_pages: int, repeats: int) -> tuple[list[Took], int]:
     driver = Inline()
     host, device = shuffled(anchor_pages, pool, 0), shuffled(anchor_pages, pool, 1)
     window = offload.PagePair(
-        shuffled(WINDOW_PAGES, WINDOW_PAGES * 2, 2), shuffled(WINDOW_PAGES, WINDOW_PAGES * 2, 3)
+        host_pages=shuffled(WINDOW_PAGES, WINDOW_PAGES * 2, 2),
+        device_pages=shuffled(WINDOW_PAGES, WINDOW_PAGES * 2, 3),
     )
     found = []
     async with offload.open_scheduler(group, io_backend="none", driver=driver) as scheduler:

@@ -94,6 +94,8 @@ class UnsupportedPairError(OffloadError, ValueError):
 
     def _offer(self) -> str:
         layout, io_backend = one_of([self.layout]), one_of([self.io_backend])
+        if self.io_backend == "auto":
+            return self._offer_of_auto()
         first = f"eep {layout} and use io_backend {one_of(self.io_backends)}"
         second = f"eep {io_backend} and use layout {one_of(self.layouts)}"
         # 1 both ways out, 2 another io backend, 3 another layout, 4 both must change, or nothing helps.
@@ -107,6 +109,16 @@ class UnsupportedPairError(OffloadError, ValueError):
         if self.pair:
             return f"{alone}. Use io_backend {one_of(self.pair[:1])} with layout {one_of(self.pair[1:])}."
         return f"{alone}."
+
+    def _offer_of_auto(self) -> str:
+        """Return what helps where any io backend would have done."""
+        if self.io_backends:
+            return f"Use io_backend {one_of(self.io_backends)}."
+        if self.layouts:
+            return f"Use layout {one_of(self.layouts)}."
+        if self.pair:
+            return f"Use io_backend {one_of(self.pair[:1])} with layout {one_of(self.pair[1:])}."
+        return "No io backend copies anything here."
 
 
 class UnknownNameError(OffloadError, ValueError):

@@ -127,7 +127,7 @@ class PoolGroup:
 
     def __repr__(self) -> str:
         names = ", ".join(member.name for member in self.members)
-        return f"<PoolGroup {names}: {self.num_layers} layers>"
+        return f"<{type(self).__name__} {names}: {self.num_layers} layers>"
 
     @property
     def anchor(self) -> Member:
@@ -167,9 +167,9 @@ class PoolGroup:
         load = direction is Direction.LOAD
         if len(self.members) == 1 and not members:
             return (self.members[0].check(host_pages, device_pages, load=load),)
-        own = {} if members is None else members
-        self._check_own(own)
-        named = {self.members[0].name: PagePair(host_pages, device_pages), **own}
+        own = self._checked_own({} if members is None else members)
+        anchor = PagePair(host_pages=host_pages, device_pages=device_pages)
+        named = {self.anchor.name: anchor, **own}
         made: list[Part] = []
         parts: list[Part | None] = [None] * len(self.members)
         for source in self._sources:
@@ -200,10 +200,10 @@ class PoolGroup:
             RequestError: A page is out of range.
             UnknownNameError: `members` names one that takes no pages of its own.
         """
-        own = {} if members is None else members
-        self._check_own(own)
+        own = self._checked_own({} if members is None else members)
         found = []
-        for name, pair in {self.anchor.name: PagePair(host_pages, device_pages), **own}.items():
+        anchor = PagePair(host_pages=host_pages, device_pages=device_pages)
+        for name, pair in {self.anchor.name: anchor, **own}.items():
             member = self._own.get(name, self.anchor)
             for pool, pages, what in (
                 (member.device, pair.device_pages, "device page"),
@@ -266,6 +266,21 @@ class PoolGroup:
             if name not in self._own:
                 none = "The group has no member with pages of its own."
                 raise UnknownNameError("member", name, sorted(self._own), without=none)
+
+    def _checked_own(self, members: object) -> Mapping[str, PagePair]:
+        """Return a request's `members=`, once it has the form and the names that it should."""
+        form = "members={'name': offload.PagePair(host_pages=[...], device_pages=[...])}"
+        if not isinstance(members, Mapping):
+            raise RequestError(f"members is {type(members).__name__} {members!r}. Pass {form}.")
+        self._check_own(members)
+        for name, pair in members.items():
+            if not isinstance(pair, PagePair):
+                raise RequestError(
+                    f"the pages of member {name!r} are {type(pair).__name__} {pair!r}, which does not say "
+                    f"which side is which. Pass {form}.",
+                    value=pair,
+                )
+        return members
 
 
 def _check_apart(members: Sequence[Member]) -> None:

@@ -12,9 +12,9 @@ from offload.core.request import Pages
 from offload.errors import OutOfPagesError
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, kw_only=True)
 class PagePair:
-    """The pages of one member that has its own."""
+    """The pages of one member that has its own; by keyword, as the sides are easily confused."""
 
     host_pages: PagesLike
     device_pages: PagesLike
@@ -32,7 +32,10 @@ class GroupPages:
 
     def paired(self, device: GroupPages) -> dict[str, PagePair]:
         """Return the `members=` of a request between these host pages and those device pages."""
-        return {name: PagePair(pages, device.own[name]) for name, pages in self.own.items()}
+        return {
+            name: PagePair(host_pages=pages, device_pages=device.own[name])
+            for name, pages in self.own.items()
+        }
 
 
 Wanted = Sequence[tuple[str, PageAllocator, int]]

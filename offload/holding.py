@@ -65,8 +65,8 @@ def refuse_held(hold: Hold, machine: Machine, ride: Ride) -> None:
     """
     if caller() in hold.inside and (ride.hold is hold or _behind(machine, ride, hold)):
         raise RequestError(
-            f"{ride!r} cannot begin before the `hold()` block ends that this wait is in: it would wait "
-            "for ever. Leave the block, then wait."
+            f"{ride!r} begins when this `hold()` block ends, so a wait for it inside the block would "
+            "never end. Leave the block, then wait."
         )
 
 
@@ -81,8 +81,8 @@ def refuse_held_pages(hold: Hold, machine: Machine, busy: Callable[[Piece], bool
             piece = machine.find(number)
             if piece is not None and busy(piece):
                 raise RequestError(
-                    f"{piece.name} uses these pages, and cannot begin before the `hold()` block ends that "
-                    "this wait is in: it would wait for ever. Leave the block, then wait."
+                    f"{piece.name} uses these pages and begins when this `hold()` block ends, so a wait "
+                    "for them inside the block would never end. Leave the block, then wait."
                 )
 
 

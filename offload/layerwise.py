@@ -12,6 +12,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from offload import waits
+from offload.core.kinds import Direction
 from offload.errors import RequestError
 from offload.trace import Tracer
 from offload.trace.forward import ForwardTrace
@@ -46,10 +47,18 @@ def attach(
         tracer: Records the forward where there is no transfer to name one.
 
     Raises:
-        RequestError: The number of layers is not that of the transfers', a module appears twice, or a
-            backup is not streaming.
+        RequestError: The number of layers is not that of the transfers', a module appears twice, a
+            backup is not streaming, or a load and a backup changed places.
     """
-    return Attachment(tuple(layers), _listed(load), _listed(backup), tracer)
+    given: object = layers
+    if not isinstance(given, Iterable):
+        raise RequestError(
+            f"attach takes a list of layers, one module per model layer, and got {type(given).__name__}. "
+            "Pass the model's own list, such as model.model.layers, or [layer] for a single one."
+        )
+    return Attachment(
+        tuple(layers), _listed(load, Direction.LOAD), _listed(backup, Direction.BACKUP), tracer
+    )
 
 
 @attrs.define(eq=False)
@@ -149,14 +158,21 @@ def fence(
     Args:
         trace: The forward to which a wait is drawn.
         timeout: Seconds that a wait may take.
+
+    Raises:
+        RequestError: It is a backup, whose layers this very forward may still have to write; and as
+            `Transfer.fence` does.
     """
     ride = transfer._ride
+    _check_direction(transfer, Direction.LOAD)
     start = waits.fence(ride, layer, timeout)
     ride.shell.ledger.waited(ride, layer, start, trace)
     return start != 0
 
 
-def _listed(transfers: Transfer | Sequence[Transfer] | None) -> tuple[Transfer, ...]:
+def _listed(
+    transfers: Transfer | Sequence[Transfer] | None, direction: Direction
+) -> tuple[Transfer, ...]:
     if transfers is None:
         return ()
     listed = tuple(transfers) if isinstance(transfers, Sequence) else (transfers,)
@@ -166,4 +182,19 @@ def _listed(transfers: Transfer | Sequence[Transfer] | None) -> tuple[Transfer, 
                 f"attach takes transfers, and got {type(transfer).__name__} {transfer!r}. A load or a "
                 "backup is a transfer once it was awaited: load=await scheduler.load(...)."
             )
+        _check_direction(transfer, direction)
     return listed
+
+
+def _check_direction(transfer: Transfer, direction: Direction) -> None:
+    """Refuse a backup as a load, which would wait for what only the forward itself can write; or a load as a backup."""
+    if transfer.direction is direction:
+        return
+    if direction is Direction.LOAD:
+        raise RequestError(
+            f"{transfer!r} is a backup, and a forward waits for loads: it would wait for layers that it "
+            "writes itself. Pass it to attach as backup=, or use Transfer.fence."
+        )
+    raise RequestError(
+        f"{transfer!r} is a load, and has no layers that a forward writes. Pass it to attach as load=."
+    )

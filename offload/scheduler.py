@@ -351,8 +351,7 @@ class Scheduler:
         return self._shell.statistics()
 
     def __repr__(self) -> str:
-        state = "closed" if self._shell.closing else f"{len(self._shell.rides)} transfers"
-        return f"<Scheduler {self._shell.group!r} on {self._shell.driver.name}, {state}>"
+        return f"<Scheduler {self._shell.described()}>"
 
 
 def _is_time(value: object) -> bool:

@@ -45,7 +45,7 @@ from offload.core.pages import PagesLike
 from offload.core.request import Pages
 from offload.counters import Counters
 from offload.driver.base import Driver
-from offload.errors import RequestError, SchedulerClosedError
+from offload.errors import RequestError, SchedulerClosedError, counted
 from offload.flight import Bell, Flight
 from offload.group import PagePair, PoolGroup
 from offload.ledger import Ledger, open_requests
@@ -180,6 +180,11 @@ class Shell:
     def working(self) -> bool:
         """Whether anything is still to be decided or to land."""
         return self.stuck is None and self.machine.pending()
+
+    def described(self) -> str:
+        """Return what every face's repr says of it."""
+        state = "closed" if self.closing else counted(len(self.rides), "transfer")
+        return f"{self.group!r} on {self.driver.name}, {state}"
 
     def stop_intake(self) -> None:
         """Refuse what comes from now on, and who waits for room."""

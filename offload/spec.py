@@ -12,7 +12,7 @@ import torch
 
 from offload.core.geometry import Component
 from offload.core.kinds import PoolKind
-from offload.errors import GeometryError, RequestError, UnknownNameError
+from offload.errors import GeometryError, RequestError, UnknownNameError, counted
 
 
 @attrs.frozen
@@ -48,6 +48,14 @@ class PoolSpec:
 
     layer_names: tuple[str, ...] | None = None
     """A name for each layer, or None; every call that takes a layer takes either."""
+
+    def __repr__(self) -> str:
+        rows = (
+            f"{c.name} {list(c.row_shape)} {str(c.dtype).removeprefix('torch.')}"
+            for c in self.components
+        )
+        pages = f"{counted(self.num_layers, 'layer')}, pages of {self.page_size}"
+        return f"<PoolSpec {self.kind.value}: {pages}, {', '.join(rows)}>"
 
     @classmethod
     def mha(

@@ -182,3 +182,6 @@ class ThreadFace:
     def statistics(self) -> Statistics:
         """Return the numbers as they are now."""
         return self._shell.statistics()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._shell.described()}>"

@@ -142,7 +142,7 @@ def test_auto_gives_the_reason_of_the_table(capsys: pytest.CaptureFixture[str]) 
     assert main(["explain", "--kind", "mla", "--layout", "page_head"]) == 2
     assert capsys.readouterr().err == (
         "io_backend 'auto' cannot load layout 'page_head' (mla): page_head splits token rows by head, "
-        "and an mla row has no heads. Keep 'auto' and use layout 'layer_first', 'page_first', "
+        "and an mla row has no heads. Use layout 'layer_first', 'page_first', "
         "'page_first_direct' or 'page_first_kv_split'.\n"
     )
 

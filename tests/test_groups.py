@@ -134,8 +134,8 @@ async def test_every_group_makes_the_round_trip(name: str, layout: str) -> None:
     windows: list[str] = [
         name for name in ("swa", "state") if name in {m.name for m in group.members}
     ]
-    first = {name: offload.PagePair([5, 0], [2, 9]) for name in windows}
-    second = {name: offload.PagePair([5, 0], [11, 3]) for name in windows}
+    first = {name: offload.PagePair(host_pages=[5, 0], device_pages=[2, 9]) for name in windows}
+    second = {name: offload.PagePair(host_pages=[5, 0], device_pages=[11, 3]) for name in windows}
     moved = pages_of(group, there, here, first)
     returned = pages_of(group, there, back, second)
     wanted = {m.name: contents(m.device, moved[m.name][1]) for m in group.members}
@@ -316,7 +316,9 @@ async def test_pages_are_planned_once_per_rule(monkeypatch: pytest.MonkeyPatch) 
             await scheduler.load(
                 host_pages=[first, first + 1],
                 device_pages=[first, first + 1],
-                members={"own": offload.PagePair([first, 3], [first, first + 1])},
+                members={
+                    "own": offload.PagePair(host_pages=[first, 3], device_pages=[first, first + 1])
+                },
             )
             for first in (0, 4, 8)
         ]
@@ -446,14 +448,18 @@ async def test_members_may_sit_a_request_out() -> None:
     wanted = contents(swa.host, [3])
     async with offload.open_scheduler(group) as scheduler:
         only_window = await scheduler.load(
-            host_pages=[], device_pages=[], members={"swa": offload.PagePair([3], [5])}
+            host_pages=[],
+            device_pages=[],
+            members={"swa": offload.PagePair(host_pages=[3], device_pages=[5])},
         )
         await only_window
         assert only_window.nbytes == WINDOW.page_bytes
         assert contents(swa.device, [5]) == wanted
         assert contents(full.device, range(DEVICE)) == before
         only_anchor = await scheduler.load(
-            host_pages=[1], device_pages=[0], members={"swa": offload.PagePair([], [])}
+            host_pages=[1],
+            device_pages=[0],
+            members={"swa": offload.PagePair(host_pages=[], device_pages=[])},
         )
         await only_anchor
         assert only_anchor.nbytes == KV.page_bytes
@@ -466,7 +472,7 @@ async def test_a_streaming_backup_covers_all_members() -> None:
     """Layers written in any order reach the host in every pool that has them."""
     group = window("page_first")
     fill(group)
-    own = {"swa": offload.PagePair([0], [4])}
+    own = {"swa": offload.PagePair(host_pages=[0], device_pages=[4])}
     async with offload.open_scheduler(group) as scheduler:
         backup = await scheduler.backup(
             device_pages=[2], host_pages=[6], streaming=True, members=own
@@ -501,3 +507,21 @@ def test_groups_over_the_same_pools_never_block_each_other() -> None:
         thread.join(20.0)
         assert not thread.is_alive()
     assert (one.device.pages.num_free, two.device.pages.num_free) == (DEVICE, DEVICE)
+
+
+@pytest.mark.parametrize("members", [{"swa": ([1], [2])}, {"swa": None}, [("swa", 1)]])
+@on_both
+async def test_members_in_another_form_are_refused_with_the_right_one(members: object) -> None:
+    """Page lists without a name for their side are told how to be passed, and nothing is queued."""
+    group = window("page_first")
+    async with offload.open_scheduler(group) as scheduler:
+        with pytest.raises(offload.RequestError, match=r"offload.PagePair\(host_pages="):
+            await scheduler.load(host_pages=[1], device_pages=[0], members=members)  # type: ignore[arg-type]
+        with pytest.raises(offload.RequestError, match=r"offload.PagePair\(host_pages="):
+            scheduler.busy(members=members)  # type: ignore[arg-type]
+
+
+def test_the_sides_of_a_page_pair_are_named() -> None:
+    """Device and host cannot be confused by their order."""
+    with pytest.raises(TypeError):
+        offload.PagePair([1], [2])  # type: ignore[call-arg]

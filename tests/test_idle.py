@@ -79,7 +79,9 @@ async def test_wrong_pages_and_members_are_refused() -> None:
         with pytest.raises(offload.RequestError, match="host page 9"):
             scheduler.busy(members=own([9], []))
         with pytest.raises(offload.UnknownNameError, match="swa"):
-            await scheduler.idle(members={"indexer": offload.PagePair([0], [0])})
+            await scheduler.idle(
+                members={"indexer": offload.PagePair(host_pages=[0], device_pages=[0])}
+            )
 
 
 @on_both

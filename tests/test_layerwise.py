@@ -142,3 +142,30 @@ async def test_the_number_of_layers_must_fit(count: int) -> None:
         assert hooks_of(layers) == 0
         await sim.run_until_idle()
         assert state(load) == "done"
+
+
+@pytest.mark.parametrize("given", ["load", "backup"])
+@on_both
+async def test_loads_and_backups_do_not_change_places(given: str) -> None:
+    """A forward that waited for its own backup would wait for ever; a load hears of no written layer."""
+    async with sim_scheduler() as (scheduler, sim, device, _):
+        layers, _ = model(device, 1)
+        if given == "load":
+            backup = await scheduler.backup(device_pages=[1], host_pages=[5], streaming=True)
+            with pytest.raises(offload.RequestError, match="is a backup, and a forward waits"):
+                offload.layerwise.attach(layers, load=backup)
+            with pytest.raises(offload.RequestError, match="is a backup, and a forward waits"):
+                offload.layerwise.fence(backup, 0)
+            backup.cancel()
+        else:
+            load = await scheduler.load(host_pages=[5], device_pages=[1])
+            with pytest.raises(offload.RequestError, match="is a load, and has no layers"):
+                offload.layerwise.attach(layers, backup=[load])
+        await sim.run_until_idle()
+        assert hooks_of(layers) == 0
+
+
+def test_a_module_that_is_no_list_is_refused() -> None:
+    """A single layer in place of the list of layers is told apart from a model with too few."""
+    with pytest.raises(offload.RequestError, match=r"takes a list of layers.* got Linear"):
+        offload.layerwise.attach(torch.nn.Linear(1, 1))  # type: ignore[arg-type]

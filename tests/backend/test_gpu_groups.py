@@ -76,9 +76,9 @@ def test_a_group_makes_the_round_trip(
     mine, back, there = [3, 4, 5, 20, 9], [30, 1, 2, 7, 8], [40, 41, 42, 5, 0]
     before = contents(group, mine, [6, 2])
     with offload.start_scheduler(group, io_backend=io_backend) as scheduler:
-        first = {name: offload.PagePair([7, 1], [6, 2])}
+        first = {name: offload.PagePair(host_pages=[7, 1], device_pages=[6, 2])}
         scheduler.backup(device_pages=mine, host_pages=there, members=first).result(PATIENCE)
-        second = {name: offload.PagePair([7, 1], [11, 31])}
+        second = {name: offload.PagePair(host_pages=[7, 1], device_pages=[11, 31])}
         load = scheduler.load(device_pages=back, host_pages=there, members=second)
         for layer in range(group.num_layers):
             load.wait_layer(layer, PATIENCE)

@@ -48,7 +48,7 @@ def on_fake_gpu(
 def windows(group: offload.PoolGroup, device: list[int]) -> dict[str, offload.PagePair]:
     """Return pages of the members that have their own."""
     names = {"swa", "state"} & {member.name for member in group.members if member.rule == "own"}
-    return {name: offload.PagePair([5, 0], device) for name in names}
+    return {name: offload.PagePair(host_pages=[5, 0], device_pages=device) for name in names}
 
 
 def round_trip(scheduler: offload.BlockingScheduler, group: offload.PoolGroup) -> None:

@@ -297,3 +297,26 @@ def test_all_pages_of_a_large_claim_are_claimed(n: int) -> None:
     table.release(1, every, write=True)
     table.release(2, every, write=False)
     assert not table.held()
+
+
+def test_those_to_follow_are_plain_integers() -> None:
+    """Holders come back as they were given, whether the table, the chain or a look without a claim names them."""
+    table = HazardTable(4)
+    for holder in range(1, 5):
+        table.claim(holder, pages(0, 1), write=False)
+    told = [table.peek(pages(0, 1), write=True), table.claim(5, pages(0, 1), write=True)]
+    told += [table.peek(pages(0, 1), write=False), table.claim(6, pages(0, 1), write=False)]
+    assert told == [(1, 2, 3, 4), (1, 2, 3, 4), (5,), (5,)]
+    assert {type(holder) for answer in told for holder in answer} == {int}
+
+
+def test_a_reader_behind_a_writer_starts_no_log() -> None:
+    """Only readers that meet readers are remembered one by one."""
+    table = HazardTable(4)
+    table.claim(1, pages(0, 1), write=True)
+    table.claim(2, pages(0, 1), write=False)
+    table.claim(3, pages(2, 3), write=False)
+    assert table._chain is None
+    table.claim(4, pages(1, 2), write=False)
+    assert table._chain is not None
+    assert table._chain._size == 2

@@ -420,3 +420,32 @@ def test_mended_pages_are_whole() -> None:
     assert pages.table.torn.first(np.array([1, 2, 5])) == (2, 7, "it failed")
     with pytest.raises(RequestError, match="page 8"):
         pages.mend([8])
+
+
+@pytest.mark.parametrize("count", [65_535, 65_536, 65_537])
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("bad", [None, -1, "bound"])
+def test_a_long_pair_is_held_against_both_bounds(
+    count: int, side: int, bad: int | str | None
+) -> None:
+    """Where one maximum a side is the quicker check, each side still meets its own bound and no other."""
+    bounds = np.array([[count], [count + 9]], np.uint64)
+    given = [np.arange(count), np.arange(9, count + 9)]
+    if bad is not None:
+        given[side][count // 2] = bad if isinstance(bad, int) else int(bounds[side, 0])
+    pair = as_pair(given[0], given[1], bounds)
+    assert (pair is None) is (bad is not None)
+    if pair is not None:
+        assert [side.tolist() for side in pair] == [side.tolist() for side in given]
+
+
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_a_refusal_says_what_kind_of_pages_was_asked_for(contiguous: bool) -> None:
+    """The error of an allocation keeps the number, what was there, and whether one run was needed."""
+    allocator = PageAllocator(4)
+    allocator.free(allocator.alloc(4)[[0, 2]])
+    allocator.alloc(1)
+    with pytest.raises(OutOfPagesError) as caught:
+        allocator.alloc(2, contiguous=contiguous)
+    error = caught.value
+    assert (error.needed, error.free, error.locked, error.contiguous) == (2, 1, 0, contiguous)

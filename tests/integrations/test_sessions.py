@@ -221,10 +221,15 @@ def test_a_session_in_use_is_not_moved() -> None:
                 forward(r.model, session.cache, ids(3, seed=1))
             with session.use() as cache:
                 await r.logits(cache, ids(3, seed=1))
-                for move in (session.evict, session.load):
-                    with pytest.raises(offload.RequestError):
-                        await move()
-                with pytest.raises(offload.RequestError, match="used by a forward"):
+                with pytest.raises(offload.RequestError, match="already"):
+                    await session.load()
+                with pytest.raises(
+                    offload.RequestError, match="used by a forward, and cannot be evicted"
+                ):
+                    await session.evict()
+                with pytest.raises(
+                    offload.RequestError, match="used by a forward, and cannot be closed"
+                ):
                     session.close()
                 with pytest.raises(offload.RequestError), session.use():
                     pass

@@ -213,7 +213,7 @@ class Session:
             RequestError: A forward is using the session, or a coroutine is moving it.
         """
         if self._backing_up.locked() and self._busy is None:
-            raise RequestError("the session is being backed up; it cannot be closed now")
+            raise self._refusal("being backed up", "closed")
         with self._exclusively("closed"):
             if self.resident:
                 self._release_device()
@@ -225,12 +225,18 @@ class Session:
     @contextmanager
     def _exclusively(self, what: str) -> Iterator[None]:
         if self._busy is not None:
-            raise RequestError(f"the session is {self._busy}; it cannot be {what} now")
+            raise self._refusal(self._busy, what.removeprefix("being "))
         self._busy = what
         try:
             yield
         finally:
             self._busy = None
+
+    def _refusal(self, busy: str, what: str) -> RequestError:
+        """Return the error for what cannot be done to the session while it is `busy`."""
+        if busy == "closed":
+            return RequestError(f"the session is closed, and cannot be {what}. Open another.")
+        return RequestError(f"the session is {busy}, and cannot be {what} until that has ended.")
 
     async def _back_up(self) -> int:
         async with self._backing_up:
