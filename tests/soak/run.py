@@ -60,7 +60,7 @@ async def _play(world: World, steps: Sequence[Step], story: list[str]) -> None:
     if anyio.get_cancelled_exc_class() is asyncio.CancelledError:
         asyncio.get_running_loop().set_exception_handler(lambda _, context: strange.append(context))
     draw = random.Random(f"end {world.seed}")
-    limit = 30.0 if world.sim is None else 120.0  # virtual time is free: this is for what never ends
+    limit = 30.0 if world.sim is None else 120.0  # virtual time is free: for what never ends
     with anyio.fail_after(limit):
         async with anyio.create_task_group() as tasks:
             try:
