@@ -289,6 +289,24 @@ class OutOfPagesError(OffloadError):
         super().__init__(text)
 
 
+class OutOfMemoryError(MemoryError, OffloadError):
+    """The system, or the device, does not have the memory that a pool asks for."""
+
+    def __init__(self, call: str, *, num_pages: int, nbytes: int, where: str) -> None:
+        self.call = call
+        """What was called: `HostPool.allocate`."""
+        self.num_pages = num_pages
+        self.nbytes = nbytes
+        """Bytes of the whole pool."""
+        self.where = where
+        """What does not have them: `this machine`, `cuda:0`."""
+        size = f"{nbytes} bytes ({nbytes / (1 << 30):.1f} GiB)"
+        super().__init__(
+            f"{call}: {counted(num_pages, 'page')} take {size}, and {where} does not have them. "
+            "Pass a smaller num_pages."
+        )
+
+
 class SchedulerClosedError(OffloadError):
     """The scheduler is closed, or can serve no more: its loop has ended, or its device is lost."""
 

@@ -18,11 +18,11 @@ from offload.core.geometry import Array, Component, ComponentGeometry, Geometry
 from offload.core.kinds import Layout
 from offload.core.layout import device_geometry, host_geometry
 from offload.core.pages import as_pages
-from offload.errors import GeometryError
+from offload.errors import GeometryError, RequestError
 from offload.pinned import Pinned, pinned_memory
 from offload.pool_adopt import adopt_device, adopt_host
 from offload.pool_base import BITS, Pool
-from offload.pool_memory import host_memory
+from offload.pool_memory import host_memory, naming_bytes, usable_device
 from offload.pool_pair import check_pair
 from offload.spec import PoolSpec, positive
 
@@ -30,6 +30,9 @@ __all__ = ["BITS", "DevicePool", "HostPool", "Pool", "check_pair"]
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
 """By array name, one tensor, or a list of one tensor per layer."""
+
+Held: TypeAlias = dict[str, torch.Tensor | list[torch.Tensor]]
+"""The same, as a pool holds it."""
 
 
 class DevicePool(Pool):
@@ -44,20 +47,22 @@ class DevicePool(Pool):
         Shapes:
             tensors[component][layer]: [P*T, H, D] (mha), [P*T, 1, C] (mla), [P*R, B] (rows, R rows a
             page), [P*ring_size, *shape] (state).
+
+        Raises:
+            RequestError: There is no such device here.
+            OutOfMemoryError: It has too little memory.
         """
-        positive("DevicePool.allocate", num_pages=num_pages)
-        where = torch.empty(0, device=device).device  # "cuda" becomes the current "cuda:i"
+        call = "DevicePool.allocate"
+        positive(call, num_pages=num_pages)
+        where = usable_device(call, device)
         geometry = device_geometry(
             spec.kind, spec.parts, num_layers=spec.num_layers, num_pages=num_pages
         )
-        tensors: dict[str, torch.Tensor | list[torch.Tensor]] = {}
-        for part in spec.components:
-            shape = (num_pages * part.component.tokens, *part.row_shape)
-            nbytes = num_pages * part.component.nbytes
-            tensors[part.name] = [
-                _zeros(nbytes, where).view(part.dtype).view(shape) for _ in range(spec.num_layers)
-            ]
-        return cls(spec=spec, geometry=geometry, device=where, tensors=tensors)
+        nbytes = num_pages * spec.page_bytes
+        place = "this machine" if where.type == "cpu" else str(where)
+        with naming_bytes(call, num_pages=num_pages, nbytes=nbytes, where=place):
+            tensors = _device_tensors(spec, num_pages, where)
+            return cls(spec=spec, geometry=geometry, device=where, tensors=tensors)
 
     @classmethod
     def adopt(cls, spec: PoolSpec, tensors: Tensors, *, axes: str | None = None) -> Self:
@@ -126,6 +131,8 @@ class HostPool(Pool):
             UnknownNameError: No layout has that name.
             GeometryError: A size is wrong, both `layout` and `axes` were given, or `page_align` on an
                 order that is not page-major.
+            RequestError: `pinned=True`, and there is no CUDA.
+            OutOfMemoryError: This machine has too little memory.
         """
         positive("HostPool.allocate", num_pages=num_pages, page_align=page_align or 1)
         pinned = torch.cuda.is_available() if pinned is None else pinned
@@ -138,20 +145,13 @@ class HostPool(Pool):
             page_align=page_align or 1,
         )
         _check_padding(geometry)
-        dtypes = {name: part.dtype for part in spec.components for name in _stored(part.component)}
-        tensors: dict[str, torch.Tensor | list[torch.Tensor]] = {}
-        breaks: dict[str, tuple[int, ...]] = {}
-        for array in geometry.arrays:
-            blocks = [
-                _host_block(array, geometry, pinned=pinned)
-                for _ in range(spec.num_layers if array.separate else 1)
-            ]
-            breaks[array.name] = blocks[0].breaks  # of equal sizes, so cut in the same places
-            made = [_shaped(block.memory, array, dtypes[array.name]) for block in blocks]
-            tensors[array.name] = made if array.separate else made[0]
-        geometry = geometry.broken(breaks)
-        cpu = torch.device("cpu")
-        return cls(spec=spec, geometry=geometry, device=cpu, tensors=tensors, pinned=pinned)
+        nbytes = num_pages * geometry.page_stride
+        with naming_bytes(
+            "HostPool.allocate", num_pages=num_pages, nbytes=nbytes, where="this machine"
+        ):
+            geometry, tensors = _host_tensors(spec, geometry, pinned=pinned)
+            cpu = torch.device("cpu")
+            return cls(spec=spec, geometry=geometry, device=cpu, tensors=tensors, pinned=pinned)
 
     @classmethod
     def adopt(
@@ -220,12 +220,47 @@ def _stored(component: Component) -> list[str]:
     return [component.name, *(name for name, _ in component.parts)]
 
 
+def _device_tensors(spec: PoolSpec, num_pages: int, where: torch.device) -> Held:
+    """Return zeroed memory for a device pool, by component one tensor for each layer."""
+    tensors: Held = {}
+    for part in spec.components:
+        shape = (num_pages * part.component.tokens, *part.row_shape)
+        nbytes = num_pages * part.component.nbytes
+        tensors[part.name] = [
+            _zeros(nbytes, where).view(part.dtype).view(shape) for _ in range(spec.num_layers)
+        ]
+    return tensors
+
+
+def _host_tensors(spec: PoolSpec, geometry: Geometry, *, pinned: bool) -> tuple[Geometry, Held]:
+    """Return memory for a host pool, by array; and the geometry, with the places where its parts meet."""
+    dtypes = {name: part.dtype for part in spec.components for name in _stored(part.component)}
+    tensors: Held = {}
+    breaks: dict[str, tuple[int, ...]] = {}
+    for array in geometry.arrays:
+        blocks = [
+            _host_block(array, geometry, pinned=pinned)
+            for _ in range(spec.num_layers if array.separate else 1)
+        ]
+        breaks[array.name] = blocks[0].breaks  # of equal sizes, so cut in the same places
+        made = [_shaped(block.memory, array, dtypes[array.name]) for block in blocks]
+        tensors[array.name] = made if array.separate else made[0]
+    return geometry.broken(breaks), tensors
+
+
 def _host_block(array: Array, geometry: Geometry, *, pinned: bool) -> Pinned:
     """Return the memory of an array, and where its registrations meet if it is pinned."""
     if not pinned:
         return Pinned(host_memory(array.nbytes), ())
     strides = [part.page_stride for part in geometry.components if part.array == array.name]
-    return pinned_memory(array.nbytes, granule=lcm(*strides))
+    try:
+        return pinned_memory(array.nbytes, granule=lcm(*strides))
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise RequestError(  # a library that cannot be loaded has no number
+            f"HostPool.allocate: pinned=True needs the CUDA driver: {error}. Leave pinned out."
+        ) from error
 
 
 def _shaped(block: torch.Tensor, array: Array, dtype: torch.dtype) -> torch.Tensor:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
+
+from offload.errors import OutOfMemoryError, RequestError
 
 ALIGNMENT = 4096
 """Bytes. What direct file I/O and memory registration ask of an address."""
@@ -31,3 +36,35 @@ def flat_view(tensor: torch.Tensor, nbytes: int) -> torch.Tensor:
     start = tensor.storage_offset() * tensor.element_size()
     flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return flat.set_(tensor.untyped_storage(), start, (nbytes,), (1,))
+
+
+def usable_device(call: str, device: str | torch.device) -> torch.device:
+    """Return a device with its index: "cuda" is the current "cuda:i".
+
+    Raises:
+        RequestError: There is no such device here.
+    """
+    try:
+        return torch.empty(0, device=device).device
+    except (AssertionError, RuntimeError, TypeError) as error:  # torch's, by kind of device
+        why = str(error).splitlines()[0].split(". ")[0].rstrip(".")
+        raise RequestError(
+            f"{call}: device {str(device)!r} cannot be used here: {why}. Pass one that this torch has, "
+            "such as 'cpu'.",
+            value=device,
+        ) from error
+
+
+@contextmanager
+def naming_bytes(call: str, *, num_pages: int, nbytes: int, where: str) -> Iterator[None]:
+    """Say how many bytes were asked for where there are too few, whoever finds out.
+
+    Raises:
+        OutOfMemoryError: There are.
+    """
+    try:
+        yield
+    except (MemoryError, OverflowError, OSError, torch.cuda.OutOfMemoryError) as error:
+        if isinstance(error, OSError) and error.errno != errno.ENOMEM:
+            raise
+        raise OutOfMemoryError(call, num_pages=num_pages, nbytes=nbytes, where=where) from error

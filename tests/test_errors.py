@@ -13,6 +13,7 @@ from offload.errors import (
     GeometryError,
     InvalidTransitionError,
     OffloadError,
+    OutOfMemoryError,
     OutOfPagesError,
     RequestError,
     SchedulerClosedError,
@@ -149,6 +150,13 @@ GOLDEN: dict[str, tuple[OffloadError, str]] = {
             "long: allocate without contiguous=True."
         ),
     ),
+    "out of memory": (
+        OutOfMemoryError("HostPool.allocate", num_pages=3, nbytes=3 << 40, where="this machine"),
+        (
+            "HostPool.allocate: 3 pages take 3298534883328 bytes (3072.0 GiB), and this machine does not "
+            "have them. Pass a smaller num_pages."
+        ),
+    ),
     "closed": (
         SchedulerClosedError("load"),
         (
@@ -240,6 +248,7 @@ def test_ancestry() -> None:
     assert all(issubclass(each, ValueError) for each in faults)
     others = {OutOfPagesError, SchedulerClosedError, TransferFailed, InvalidTransitionError}
     assert not any(issubclass(each, ValueError) for each in others)
+    assert issubclass(OutOfMemoryError, MemoryError)
     assert issubclass(TransferCancelled, TransferFailed)
 
 

@@ -13,7 +13,7 @@ import torch
 from offload.core.axes import Axes
 from offload.core.geometry import matched
 from offload.core.kinds import Layout, PoolKind
-from offload.errors import GeometryError, RequestError, UnknownNameError
+from offload.errors import GeometryError, OutOfMemoryError, RequestError, UnknownNameError
 from offload.pool import BITS, DevicePool, HostPool, Pool, check_pair
 from offload.pool_memory import ALIGNMENT, host_memory
 from offload.spec import PoolSpec
@@ -563,3 +563,34 @@ def test_wrong_axes_name_the_letter(axes: str, said: str) -> None:
     """Axes that cannot be read name every letter that is wrong, and how."""
     with pytest.raises(GeometryError, match=said):
         Axes(axes)
+
+
+HUGE = 10**15
+
+
+@pytest.mark.parametrize("pages", [10**11, HUGE])
+@pytest.mark.parametrize("pool", [DevicePool, HostPool])
+def test_a_pool_that_memory_does_not_hold_says_how_many_bytes_it_takes(
+    pool: type[DevicePool | HostPool], pages: int
+) -> None:
+    """Too many pages are a MemoryError of ours that names the bytes, however far beyond."""
+    spec = PoolSpec.mha(num_layers=2, page_size=16, num_kv_heads=8, head_dim=128)
+    with pytest.raises(MemoryError, match=f"{pages * spec.page_bytes} bytes") as caught:
+        pool.allocate(spec, num_pages=pages)
+    assert isinstance(caught.value, OutOfMemoryError)
+
+
+@pytest.mark.parametrize("device", ["cuda:77", "banana"])
+def test_a_device_that_is_not_there_is_refused_by_name(device: str) -> None:
+    """Whatever torch raises for it, the caller hears which device, and what works."""
+    spec = PoolSpec.rows(num_layers=1, page_size=1, row_bytes=8)
+    with pytest.raises(RequestError, match=f"device '{device}' cannot be used here: .*'cpu'"):
+        DevicePool.allocate(spec, num_pages=1, device=device)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_pinned_memory_needs_cuda() -> None:
+    """Without the CUDA driver, asking for page-locked memory is refused."""
+    spec = PoolSpec.rows(num_layers=1, page_size=1, row_bytes=8)
+    with pytest.raises(RequestError, match="pinned=True needs the CUDA driver"):
+        HostPool.allocate(spec, num_pages=1, pinned=True)
