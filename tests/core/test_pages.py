@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -449,3 +450,104 @@ def test_a_refusal_says_what_kind_of_pages_was_asked_for(contiguous: bool) -> No
         allocator.alloc(2, contiguous=contiguous)
     error = caught.value
     assert (error.needed, error.free, error.locked, error.contiguous) == (2, 1, 0, contiguous)
+
+
+REFUSED: dict[str, tuple[Callable[[PageAllocator], object], str, object]] = {
+    "free of a free page": (
+        lambda pages: pages.free([0, 5]),
+        (
+            "free of page 5 at position 1, which is not allocated. Each page can be freed once after each "
+            "alloc. Nothing was freed."
+        ),
+        5,
+    ),
+    "free of a page twice": (
+        lambda pages: pages.free([0, 1, 0]),
+        (
+            "free of page 0 at position 0, which stands in the list again. Name each page once. "
+            "Nothing was freed."
+        ),
+        0,
+    ),
+    "alloc of a text": (
+        lambda pages: pages.alloc("2"),  # type: ignore[arg-type]
+        "alloc of '2' pages: it takes an integer.",
+        "2",
+    ),
+    "alloc of a negative number": (
+        lambda pages: pages.alloc(-2),
+        "alloc of -2 pages: the number must not be negative.",
+        -2,
+    ),
+    "a pool too large": (
+        lambda pages: PageAllocator(1 << 31),
+        "num_pages is 2147483648 and must be 0 to 2147483647.",
+        None,
+    ),
+    "a table of pages": (
+        lambda pages: pages.lock([[1, 2]]),  # type: ignore[list-item]
+        (
+            "pages have 2 dimensions and need one. Pass a list, a range, a numpy array or an integer tensor "
+            "in host memory."
+        ),
+        [[1, 2]],
+    ),
+    "a single number": (
+        lambda pages: pages.lock(3),  # type: ignore[arg-type]
+        (
+            "pages are of type 'int'. Pass a list, a range, a numpy array or an integer tensor in host "
+            "memory."
+        ),
+        3,
+    ),
+    "floats": (
+        lambda pages: pages.lock([1.5]),  # type: ignore[list-item]
+        "pages are float64, and page ids are integers.",
+        [1.5],
+    ),
+    "truth values": (
+        lambda pages: pages.lock([True]),
+        "pages are bool, and page ids are integers.",
+        [True],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_refusal_is_told_in_full(case: str) -> None:
+    """Every refusal of the allocator says what was asked, what is wrong and what will do, and keeps the value."""
+    call, text, value = REFUSED[case]
+    allocator = PageAllocator(8)
+    allocator.alloc(3)
+    with pytest.raises(RequestError) as caught:
+        call(allocator)
+    assert str(caught.value) == text
+    assert caught.value.value == value
+    assert allocator.statistics() == PageStatistics(8, 5, 0, 3)
+
+
+def test_pages_that_numpy_cannot_read_are_told_with_its_reason() -> None:
+    """Lists of different lengths are refused in numpy's words, with numpy's error as the cause."""
+    ragged = [[1], [1, 2]]
+    with pytest.raises(RequestError, match=r"^host pages cannot be read as an array: ") as caught:
+        as_pages(ragged, 8, what="host page")  # type: ignore[arg-type]
+    cause = caught.value.__cause__
+    assert isinstance(cause, ValueError)
+    assert str(caught.value).endswith(str(cause))
+    assert caught.value.value is ragged
+
+
+def test_a_repr_tells_how_many_pages_are_free() -> None:
+    """The allocator shows what it has left of what it began with."""
+    allocator = PageAllocator(8)
+    allocator.alloc(3)
+    assert repr(allocator) == "<PageAllocator 5/8 free>"
+
+
+def test_pages_that_are_handed_out_anew_are_whole() -> None:
+    """An allocation forgets what tore its pages, and leaves those of others torn."""
+    pages = PageAllocator(8)
+    pages.table.torn.tear(np.array([1, 2, 5]), 7, "it failed")
+    assert pages.alloc(3).tolist() == [0, 1, 2]
+    assert pages.table.torn.first(np.arange(8)) == (5, 7, "it failed")
+    assert len(pages.table.torn) == 1
