@@ -8,7 +8,7 @@ import torch
 
 import offload
 from offload.integrations.transformers import Session
-from tests.integrations.tiny import Rig, forward, ids, model, rig
+from tests.integrations.tiny import STATES, Rig, forward, ids, model, rig
 from tests.integrations.turns import (
     PREFIX,
     STATEFUL,
@@ -42,6 +42,59 @@ def test_a_forward_that_stops_costs_what_was_not_backed_up(
                     await r.use(session, ids(3, seed=8))
             assert (session.resident, session.tokens) == (False, backed_up)
             assert same_bits(await continued(r, session), expected(name, torch.float32))
+
+    anyio.run(body)
+
+
+async def run_all(r: Rig, session: Session, lengths: list[int]) -> None:
+    """Run forwards of so many tokens in one block, the first of them the prefix."""
+    with session.use() as cache:
+        for length in lengths:
+            await r.logits(cache, ids(length, seed=1))
+
+
+async def refused_and_lost(r: Rig, session: Session) -> None:
+    """Have a forward refused inside a block, and raise something else behind it."""
+    with session.use() as cache:
+        await r.logits(cache, ids(1, seed=8))
+        with pytest.raises(offload.RequestError, match="larger max_tokens"):
+            await r.logits(cache, ids(80, seed=8))
+        raise ArithmeticError
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["alone", "behind another"])
+@pytest.mark.parametrize("name", [name for name in STATES if name != "mamba2"])
+def test_a_forward_without_room_is_refused_before_it_writes_a_state(
+    name: str, before: bool
+) -> None:
+    """A session that has less room than a forward needs keeps tokens and states, without any backup."""
+
+    async def body() -> None:
+        async with rig(name, torch.float32) as r:
+            session = r.sessions.open(max_tokens=PREFIX + 6)
+            if before:
+                await r.use(session, ids(PREFIX, seed=1))
+            lengths = [7] if before else [PREFIX, 7]
+            with pytest.raises(offload.RequestError, match="larger max_tokens"):
+                await run_all(r, session, lengths)
+            assert (session.resident, session.tokens) == (True, PREFIX)
+            logits = [await r.use(session, ids(1, seed=20)), await r.use(session, ids(5, seed=21))]
+            assert same_bits(logits, expected(name, torch.float32)[:2])
+
+    anyio.run(body)
+
+
+def test_another_error_behind_a_refusal_costs_the_states() -> None:
+    """Only the refusal itself leaves the block without a doubt about what was written."""
+
+    async def body() -> None:
+        async with rig("jamba", torch.float32) as r:
+            session = await evicted(r)
+            backed_up = session.tokens
+            await session.load()
+            with pytest.raises(ArithmeticError):
+                await refused_and_lost(r, session)
+            assert (session.resident, session.tokens) == (False, backed_up)
 
     anyio.run(body)
 

@@ -70,6 +70,19 @@ class PagedCache(Cache):
         with self.residency.visit(layer_idx, f"update recurrent {state_idx}"):
             return super().update_recurrent_state(recurrent_states, layer_idx, state_idx, **kwargs)
 
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Return how many tokens a layer's `update` will return, and the position of the first.
+
+        A model asks for it before its first layer runs. So a forward that has no room is refused here,
+        before it has written over a state.
+
+        Raises:
+            RequestError: Inside `use()`, for more new tokens than fit.
+        """
+        if isinstance(self.layers[layer_idx], PagedLayer):
+            self.residency.admit(query_length)
+        return super().get_mask_sizes(query_length, layer_idx)
+
     @property
     def is_linear(self) -> list[bool]:
         """Return which layers keep a state and no tokens."""

@@ -49,11 +49,29 @@ class Residency:
     _stopped: bool = False
     """Whether it raised at that layer."""
 
+    refused: RequestError | None = None
+    """What told a forward in this block that there is no room, before it had written anything."""
+
     def begin(self) -> None:
         """Start a block of `use`."""
         self.in_use = True
         self._place = None
         self._stopped = False
+        self.refused = None
+
+    def admit(self, new: int) -> None:
+        """Refuse a forward that is about to begin, if its new tokens do not fit.
+
+        Raises:
+            RequestError: They do not. Nothing was written.
+        """
+        if not self.in_use:
+            return
+        try:
+            self.ledger.check_room(new)
+        except RequestError as error:
+            self.refused = error
+            raise
 
     @property
     def changed_states(self) -> bool:

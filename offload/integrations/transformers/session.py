@@ -122,7 +122,8 @@ class Session:
 
         A forward that raises leaves no trace of its tokens. States are written in place: where a model
         has them, let its errors leave the block. If the block raises, or a forward stopped half way, the
-        session falls back to its last backup, and is evicted.
+        session falls back to its last backup, and is evicted. A forward that has no room is refused
+        before it writes anything, and costs nothing.
 
         Raises:
             RequestError: The session is evicted, closed, or busy with something else.
@@ -135,8 +136,11 @@ class Session:
             try:
                 yield self.cache
                 whole = self._residency.whole
+            except RequestError as error:  # for want of room, nothing was written: states are whole
+                whole = error is self._residency.refused and self._residency.whole
+                raise
             finally:
-                self._residency.in_use = False
+                self._residency.in_use, self._residency.refused = False, None
                 if self._residency.changed_states:
                     self._settle_states(whole=whole)
                 self._check_load()
