@@ -37,7 +37,11 @@ def cancel(ride: Ride) -> None:
 
 def expire(ride: Ride) -> None:
     """Fail a request whose deadline has passed. On the loop's thread."""
-    error = TimeoutError("its deadline passed before it had settled")
+    fail(ride, TimeoutError("its deadline passed before it had settled"))
+
+
+def fail(ride: Ride, error: BaseException) -> None:
+    """End a request that cannot go on, unless it has ended."""
     if ride.decide(State.FAILED, error):
         _abandon(ride, error)
 

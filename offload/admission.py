@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import anyio
 import numpy as np
 
-from offload.acts import expire
+from offload.acts import expire, fail
 from offload.core.batch import State
 from offload.core.events import Unblock
 from offload.core.kinds import Direction
@@ -69,8 +69,11 @@ def _start(shell: Shell, ride: Ride) -> None:
     number = ride.request.id
     if ride.hold is not None:
         ride.hold.pieces.append(number)
-    for mark in ride.marks:
-        mark.watch(lambda: shell.post(lambda: shell.handle(Unblock(number))))
+    try:
+        for mark in ride.marks:
+            mark.watch(lambda: shell.post(lambda: shell.handle(Unblock(number))))
+    except Exception as error:  # noqa: BLE001 - somebody else's event; it is queued, and nothing would let it go
+        fail(ride, error)
 
 
 def _complete(shell: Shell, ride: Ride) -> None:

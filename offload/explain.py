@@ -99,9 +99,10 @@ def explain_parts(
     device: str | None = None,
 ) -> Verdict:
     """Return the verdict for components that are given by their sizes alone."""
-    if device is not None and device.split(":")[0] not in DEVICES:
+    where = None if device is None else str(device).split(":")[0]
+    if where is not None and where not in DEVICES:
         raise UnknownNameError("device", device, DEVICES)
-    table = registry.table(None if device is None else device.split(":")[0])
+    table = registry.table(where)
     way = parse(Direction, direction)
     name = registry.io_backend(io_backend)
     host = host_geometry(

@@ -96,6 +96,9 @@ class Flight:
     over: bool = False
     """Nothing of it touches memory any more."""
 
+    uncounted: Exception | None = None
+    """What a backend raised that could not count its copies. They have landed all the same."""
+
     reported: bool = False
     heard: bool = False
     """Whether the loop existed when it was told of the latest news."""
@@ -237,6 +240,8 @@ class Flight:
 
     def ended(self) -> None:
         """Publish that nothing of this batch touches memory any more."""
+        if self._copies is not None:
+            self.uncounted = self._copies.uncounted
         self.over = True
         self._copies = None
         self.bell.ring()

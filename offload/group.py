@@ -18,10 +18,11 @@ from offload.core.kinds import Direction, Layout
 from offload.core.pages import PageAllocator, PagesLike, as_pages
 from offload.core.request import Pages, Part
 from offload.errors import GeometryError, RequestError, UnknownNameError
-from offload.group_member import Member, PageRule, by_model_layer
+from offload.group_member import Member, PageRule, by_model_layer, count_layers
 from offload.group_pages import GroupPages, PagePair, give_all, take_all
 from offload.group_sources import page_sources
 from offload.pool import DevicePool, HostPool, check_pair
+from offload.spec import layer_number
 
 __all__ = ["GroupPages", "Member", "PagePair", "PageRule", "Pair", "PoolGroup"]
 
@@ -51,12 +52,14 @@ class Pair:
                 f"{self.host!r}"
             )
         check_pair(self.device, self.host)
+        if not callable(self.pages) and self.pages not in ("same", "own"):
+            raise UnknownNameError("pages=", self.pages, ["same", "own"])
         if self.pages == "own" and self.follows is not None:
             raise RequestError(
                 f"a pair with pages of its own follows nobody: leave out follows={self.follows!r}, or "
                 "pass pages='same' or a rule."
             )
-        if self.layers is not None and len(self.layers) != self.device.num_layers:
+        if self.layers is not None and count_layers(self.layers) != self.device.num_layers:
             raise GeometryError(
                 "layers= of a pair",
                 expected={"layers": self.device.num_layers},
@@ -97,6 +100,7 @@ class PoolGroup:
     def __init__(self, *, layer_names: Sequence[str] | None = None, **members: Pair) -> None:
         if not members:
             raise GeometryError("a group", expected={"pairs": "at least 1"}, got={"pairs": 0})
+        _check_pairs(members)
         maps = {name: _layers(pair) for name, pair in members.items()}
         self.num_layers = 1 + max(max(layers) for layers in maps.values())
         self.members = tuple(
@@ -123,6 +127,14 @@ class PoolGroup:
         if layer_names is None and anchor and len(anchor) == self.num_layers:
             layer_names = anchor
         self.layer_names = tuple(layer_names) if layer_names else ()
+        if self.layer_names and not (
+            len(self.layer_names) == len(set(self.layer_names)) == self.num_layers
+        ):
+            raise GeometryError(
+                "a group",
+                expected={"layer_names": f"{self.num_layers} distinct names, one per layer"},
+                got={"layer_names": list(self.layer_names)},
+            )
         self._index = {name: index for index, name in enumerate(self.layer_names)}
 
     def __repr__(self) -> str:
@@ -146,9 +158,7 @@ class PoolGroup:
             if index is None:
                 raise UnknownNameError.layer(layer, self.layer_names, num_layers=self.num_layers)
             return index
-        if not 0 <= layer < self.num_layers:
-            raise RequestError.out_of_range("layer", value=int(layer), bound=self.num_layers)
-        return int(layer)
+        return layer_number(layer, self.num_layers)
 
     def parts(
         self,
@@ -281,6 +291,22 @@ class PoolGroup:
                     value=pair,
                 )
         return members
+
+
+def _check_pairs(members: Mapping[str, Pair]) -> None:
+    """Refuse what is no pair, and an anchor whose pages would be those of another member."""
+    given: Mapping[str, object] = members
+    for name, pair in given.items():
+        if not isinstance(pair, Pair):
+            raise RequestError(
+                f"member {name!r} of a group is a {type(pair).__name__}; it takes a Pair(device, host)."
+            )
+    anchor, pair = next(iter(members.items()))
+    if callable(pair.pages) or pair.follows is not None:
+        raise RequestError(
+            f"member {anchor!r} stands first, so requests name its pages: it follows nobody. Leave out "
+            "its pages= and follows=, or let it stand behind the member that it follows."
+        )
 
 
 def _check_apart(members: Sequence[Member]) -> None:

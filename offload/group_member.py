@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import index
 from typing import Literal, TypeAlias
 
 import attrs
@@ -111,6 +112,22 @@ class Member:
             sources=(int(source[first]), int(source[again])),
             position=again,
         )
+
+
+def count_layers(layers: Sequence[int]) -> int:
+    """Return how many layers a map has.
+
+    Raises:
+        GeometryError: It is no sequence of integers.
+    """
+    try:
+        return len([index(layer) for layer in layers[:]])
+    except TypeError:
+        raise GeometryError(
+            "layers= of a pair",
+            expected={"layers": "a sequence of integers"},
+            got={"layers": repr(layers)},
+        ) from None
 
 
 def by_model_layer(name: str, layers: Sequence[int], num_layers: int) -> tuple[int | None, ...]:

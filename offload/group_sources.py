@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import attrs
 
@@ -39,18 +40,28 @@ class PageSource:
         Raises:
             RequestError: The lead's checks fail, or the caller named no pages for it.
         """
-        lead = self.lead
         if self.taken is not None:
-            assert not isinstance(lead.rule, str)
-            _, hosts, devices = made[self.taken.position]
-            return lead.check(lead.rule(hosts), lead.rule(devices), load=load)
+            return self._derived(made[self.taken.position], load=load)
+        lead = self.lead
         pair = named.get(lead.name)
         if pair is None:
             raise RequestError(
                 f"member {lead.name!r} has pages of its own and got none. Pass "
                 f"members={{{lead.name!r}: PagePair(host_pages=..., device_pages=...)}}."
             )
-        return lead.check(pair.host_pages, pair.device_pages, load=load)
+        if lead.index == 0:
+            return lead.check(pair.host_pages, pair.device_pages, load=load)
+        with _told_of(f"member {lead.name!r}"):
+            return lead.check(pair.host_pages, pair.device_pages, load=load)
+
+    def _derived(self, taken: Part, *, load: bool) -> Part:
+        """Return what the rule makes of the pages of the source that it takes."""
+        lead = self.lead
+        assert not isinstance(lead.rule, str)
+        _, hosts, devices = taken
+        with _told_of(f"the page rule of member {lead.name!r}"):
+            # Copies: a rule may work in place, and what it takes has been checked.
+            return lead.check(lead.rule(hosts.copy()), lead.rule(devices.copy()), load=load)
 
     def spread(self, part: Part, parts: list[Part | None]) -> None:
         """Put page pairs at the places of all members that share them."""
@@ -67,6 +78,16 @@ class PageSource:
     def serves(self, taken: PageSource, rule: object) -> bool:
         """Return whether these are the pages that a rule makes of those of `taken`."""
         return self.taken is taken and bool(self.lead.rule == rule)
+
+
+@contextmanager
+def _told_of(what: str) -> Iterator[None]:
+    """Say in errors whose pages they are about, where a request has several sorts."""
+    try:
+        yield
+    except RequestError as error:
+        text = f"{what}: {error}"
+        raise RequestError(text, value=error.value, position=error.position) from error
 
 
 def page_sources(members: Sequence[Member], names: Mapping[str, str | None]) -> list[PageSource]:

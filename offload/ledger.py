@@ -57,6 +57,10 @@ class Ledger:
             if state is not State.DONE:
                 self.mark("cancel" if cancelled else "error", failed, request=request.id)
 
+    def uncounted(self, error: Exception) -> None:
+        """Write down that copies landed that their backend could not count."""
+        self._failures.warning("copies landed that cannot be counted: %s", told(error))
+
     def mark(self, what: str, error: BaseException | None, **args: int) -> None:
         """Mark in the trace that something went otherwise."""
         if self.tracer is not None:

@@ -39,8 +39,21 @@ def adopt_host(
 ) -> tuple[Geometry, Held]:
     """Return the geometry of host tensors that are declared to have an order."""
     held = _listed(spec, tensors)
+    _check_host(held)
     axes = HOST_AXES[spec.kind][order] if isinstance(order, Layout) else order
     return _read(spec, held, axes, order if isinstance(order, Layout) else None), held
+
+
+def _check_host(held: Held) -> None:
+    """Refuse tensors that are not in host memory."""
+    for name, each in held.items():
+        for tensor in each if isinstance(each, list) else [each]:
+            if tensor.device.type != "cpu":
+                raise GeometryError(
+                    f"array {name!r} of a host pool",
+                    expected={"device": "cpu"},
+                    got={"device": str(tensor.device)},
+                )
 
 
 def _listed(spec: PoolSpec, tensors: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> Held:
@@ -57,16 +70,28 @@ def _listed(spec: PoolSpec, tensors: Mapping[str, torch.Tensor | Sequence[torch.
 
 def _tensors(name: str, given: object) -> torch.Tensor | list[torch.Tensor]:
     if isinstance(given, torch.Tensor):
-        return given
+        return _stored(name, given)
     items = list(given) if isinstance(given, Sequence) else []
     found = [each for each in items if isinstance(each, torch.Tensor)]
     if items and len(found) == len(items):
-        return found
+        return [_stored(name, each) for each in found]
     odd = next((type(each).__name__ for each in items if not isinstance(each, torch.Tensor)), "")
     raise GeometryError(
         f"array {name!r}",
         expected={"type": "a tensor or a list of tensors"},
         got={"type": f"{type(given).__name__}{' with ' if odd else ''}{odd}"},
+    )
+
+
+def _stored(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Refuse a tensor without bytes that could be copied."""
+    got = "empty" if not tensor.numel() else str(tensor.layout)
+    if tensor.device.type == "meta":
+        got = "on the meta device"
+    elif tensor.numel() and tensor.layout is torch.strided:
+        return tensor
+    raise GeometryError(
+        f"array {name!r}", expected={"memory": "strided elements"}, got={"memory": got}
     )
 
 

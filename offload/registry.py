@@ -60,7 +60,7 @@ def register_backend(name: str, factory: Factory, *, column: Column) -> None:
         column: Returns the name of its strategy for a pair, or a `Rejection`.
 
     Raises:
-        RequestError: The name is taken.
+        RequestError: The name is taken, or is none.
     """
     taken = {AUTO, *IoBackend} - {IoBackend.KERNEL_ASCEND}
     with _REGISTRY.lock:
@@ -135,14 +135,17 @@ def layout(name: str) -> Layout | Axes:
         UnknownNameError: There is none of that name.
     """
     known = {str(each): each for each in Layout}
-    if name in known:
-        return known[name]
-    if name not in layouts():
+    given: object = name
+    if isinstance(given, str) and given in known:
+        return known[given]
+    if not isinstance(given, str) or given not in layouts():
         raise UnknownNameError("layout", name, [*known, *layouts()])
     return layouts()[name]
 
 
-def _claim(what: str, name: str, taken: set[str]) -> None:
+def _claim(what: str, name: object, taken: set[str]) -> None:
+    if not isinstance(name, str) or not name:
+        raise RequestError(f"{what} {name!r}: a name is a string that is not empty.", value=name)
     if name in taken:
         raise RequestError(
             f"{what} {str(name)!r} is taken. Register it under another name.", value=name

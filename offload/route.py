@@ -11,7 +11,7 @@ from offload.backend import make_backend, missing
 from offload.backend.base import Backend, JoinsLayers, JoinsMembers, Prepared, WarmsUp
 from offload.core.kinds import AUTO, Direction
 from offload.core.plan import CopyPlan
-from offload.errors import UnsupportedPairError
+from offload.errors import UnsupportedPairError, told
 from offload.group import Member, PoolGroup
 from offload.pool import DevicePool
 from offload.route_copies import Copies, Layers
@@ -91,9 +91,12 @@ class Route:
             leg = self.legs[part.member]
             member = leg.member
             pages[part.member] = part.num_pages
-            prepared[part.member] = leg.backend.prepare(
+            copies: Prepared | None = leg.backend.prepare(
                 member.device, member.host, self.direction, part.runs
             )
+            if copies is None:  # taken for a member that moves no pages, it would move none
+                raise TypeError(f"io backend {leg.io_backend!r} prepared None")
+            prepared[part.member] = copies
         return Copies(self, prepared, pages)
 
     def warm_up(self) -> None:
@@ -143,7 +146,8 @@ class Router:
             UnsupportedPairError: It cannot copy one of the pools.
         """
         name = self.default if io_backend is None else io_backend
-        found = self._routes.get((direction, name))
+        given: object = name
+        found = self._routes.get((direction, name)) if isinstance(given, str) else None
         if found is None:
             name = registry.io_backend(name)
             legs = tuple(self._leg(member, direction, name) for member in self.group.members)
@@ -177,6 +181,9 @@ class Router:
                 backend = self._backends[name] = make_backend(name)
             except ImportError as error:
                 reason = f"it needs {error.name or error}, which cannot be imported"
+                raise table.refusal(kind, direction, name, host, device, reason) from error
+            except Exception as error:
+                reason = f"it could not be made ({told(error)})"
                 raise table.refusal(kind, direction, name, host, device, reason) from error
         return Leg(member, name, strategy, backend)
 

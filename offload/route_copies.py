@@ -41,6 +41,9 @@ class Copies:
     _totals: dict[tuple[int, ...], tuple[int, int]] = attrs.field(factory=dict)
     """(bytes, copies asked for) of one layer, by the members that have it: few, and many layers."""
 
+    uncounted: Exception | None = None
+    """What a backend raised when it was asked how many copies it makes."""
+
     def __attrs_post_init__(self) -> None:
         self._only = self._prepared[0] if len(self._prepared) == 1 else None
         self._each = self._pages[0] * self._route.page_bytes[0]
@@ -72,19 +75,25 @@ class Copies:
         prepared = self._prepared
         members, jobs = self._route.layers[layer]
         made = 0
-        for member, pool_layer in jobs:
-            copies = prepared[member]
-            if copies is not None:
-                made += copies.num_ops(pool_layer)
+        try:
+            for member, pool_layer in jobs:
+                copies = prepared[member]
+                if copies is not None:
+                    made += copies.num_ops(pool_layer)
+        except Exception as error:  # noqa: BLE001 - somebody else's code; the bytes have landed all the same
+            self.uncounted = error
         return *(self._totals.get(members) or self._total(members)), made
 
     def span_size(self, first: int, end: int) -> tuple[int, int, int]:
         """Return the same of several layers that went as one work."""
         sizes = [self.size(layer) for layer in range(first, end)]
         made = 0
-        for member, copies, layers in self._by_member(first, end):
-            each = [copies.num_ops(layer) for layer in layers]
-            made += sum(each) if self._route.spanners[member] is None else max(each)
+        try:
+            for member, copies, layers in self._by_member(first, end):
+                each = [copies.num_ops(layer) for layer in layers]
+                made += sum(each) if self._route.spanners[member] is None else max(each)
+        except Exception as error:  # noqa: BLE001 - the same
+            self.uncounted = error
         return sum(size[0] for size in sizes), sum(size[1] for size in sizes), made
 
     def _jobs(self, layer: int) -> list[tuple[Prepared, int]]:

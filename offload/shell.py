@@ -319,6 +319,8 @@ class Shell:
             self.handle(Failed(batch.id, error, flight.spoiled()))
         if over and batch.id in self._flights:
             del self._flights[batch.id]
+            if flight.uncounted is not None:
+                self.ledger.uncounted(flight.uncounted)
             self.handle(Ended(batch.id, flight.untouched))
             flight.rides.clear()  # they refer to it too
             self._notify()

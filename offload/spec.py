@@ -191,9 +191,17 @@ class PoolSpec:
             raise GeometryError(
                 "PoolSpec.state", expected={"components": "one or more"}, got={"components": 0}
             )
+        try:
+            named = [(name, tuple(shape), dtype) for name, (shape, dtype) in components.items()]
+        except (AttributeError, TypeError, ValueError):
+            raise GeometryError(
+                "PoolSpec.state",
+                expected={"components": "a mapping such as {'ssm': ((64, 128), torch.float32)}"},
+                got={"components": repr(components)},
+            ) from None
         made = [
-            _component("PoolSpec.state", name, ring_size, tuple(shape), dtype, 1)
-            for name, (shape, dtype) in components.items()
+            _component("PoolSpec.state", name, ring_size, shape, dtype, 1)
+            for name, shape, dtype in named
         ]
         return cls._made(PoolKind.STATE, num_layers, 1, made, layer_names)
 
@@ -234,7 +242,7 @@ class PoolSpec:
         """Return the index of a layer that is given by index or by name.
 
         Raises:
-            RequestError: The index is not `0 .. num_layers - 1`.
+            RequestError: It is neither a name nor one of `0 .. num_layers - 1`.
             UnknownNameError: No layer has that name.
         """
         if isinstance(layer, str):
@@ -242,9 +250,25 @@ class PoolSpec:
             if layer not in names:
                 raise UnknownNameError.layer(layer, names, num_layers=self.num_layers)
             return names.index(layer)
-        if not 0 <= index(layer) < self.num_layers:
-            raise RequestError.out_of_range("layer", value=index(layer), bound=self.num_layers)
-        return index(layer)
+        return layer_number(layer, self.num_layers)
+
+
+def layer_number(layer: object, num_layers: int) -> int:
+    """Return a layer's index as an integer.
+
+    Raises:
+        RequestError: It is none of `0 .. num_layers - 1`.
+    """
+    try:
+        number = index(layer)  # type: ignore[arg-type]
+    except TypeError:
+        raise RequestError(
+            f"layer {layer!r} is of type {type(layer).__name__!r}; it takes an index or a name.",
+            value=layer,
+        ) from None
+    if not 0 <= number < num_layers:
+        raise RequestError.out_of_range("layer", value=number, bound=num_layers)
+    return number
 
 
 def _component(

@@ -12,7 +12,7 @@ from offload.core.geometry import Geometry, matched
 from offload.core.kinds import AUTO, Direction, IoBackend, Layout, PoolKind
 from offload.core.layout import host_geometry
 from offload.core.table import TABLE, Cell, Key, Rejection
-from offload.errors import GeometryError, UnsupportedPairError
+from offload.errors import GeometryError, UnsupportedPairError, told
 
 GPU_ONLY = frozenset({IoBackend.MEMCPY_BATCH, IoBackend.KERNEL, IoBackend.STAGED})
 HOST_ONLY = frozenset({IoBackend.CPU})
@@ -89,7 +89,7 @@ class Table:
     ) -> str | Rejection:
         """Return the strategy of a pair, or why it has none."""
         if io_backend in self.columns:
-            return self.columns[io_backend](kind, direction, host, device)
+            return _asked(self.columns[io_backend], kind, direction, host, device)
         name = IoBackend(io_backend)
         cell = self.cells[kind, host.layout or _nearest(host, device), name, direction]
         if isinstance(cell, Rejection):
@@ -208,6 +208,21 @@ def resolve(
         UnsupportedPairError: It is not.
     """
     return Table().resolve(kind, direction, io_backend, host, device)
+
+
+def _asked(
+    column: Column, kind: PoolKind, direction: Direction, host: Geometry, device: Geometry
+) -> str | Rejection:
+    """Return what a registered column says. One that is broken rejects, and harms no other cell."""
+    try:
+        verdict: object = column(kind, direction, host, device)
+    except Exception as error:  # noqa: BLE001 - somebody else's code, asked for every matrix and error
+        return Rejection(f"its column raised {told(error)}")
+    if isinstance(verdict, Rejection) or (isinstance(verdict, str) and verdict):
+        return verdict
+    return Rejection(
+        f"its column returned {verdict!r}, which is no strategy's name and no Rejection"
+    )
 
 
 def _nearest(host: Geometry, device: Geometry) -> Layout:

@@ -39,6 +39,8 @@ class Hub:
         self.now_ns = now_ns
         self.pid = os.getpid()
         self.lost: BaseException | None = None
+        self.kept: list[object] = []
+        """What was under way when the device was lost: nothing says any more when it may go."""
         self.on_lost: list[Callable[[], None]] = []
         """Called once each, on the thread that saw the loss."""
         self._free: dict[bool, deque[RawEvent]] = {False: deque(), True: deque()}
@@ -169,7 +171,11 @@ class CudaEvent:
 
         On a lost device it is called too: whoever goes on meets the loss there.
         """
-        if self.query():
+        try:
+            passed = self.query()
+        except Exception:  # noqa: BLE001 - the waiter meets the same error and judges it
+            passed = False
+        if passed:
             callback()
         else:
             self._waiter.add(self, callback)

@@ -11,7 +11,8 @@ The *waiting* thread (`Waiter`) sees events pass, in stream order, and tells the
 * A layer that could not be enqueued completely may have started copies all the same. So an event is
   recorded whatever happened: it is the drain event, and the flight fails and ends when it has passed.
   If even that cannot be recorded, the device is lost.
-* The work of a layer (index tensors, descriptors) is referred to until its event has passed.
+* The work of a layer (index tensors, descriptors) is referred to until its event has passed; on a lost
+  device for good, as it may still be read.
 * On a lost device every flight fails, then ends, whether or not anything of it was enqueued: no copy of it
   will be seen to end. `CudaDriver.lost` tells the scheduler which kind of ending it was.
 
@@ -205,9 +206,11 @@ class CudaStream:
         try:
             event = self._mark(timing=begun is not None)
         except Exception as raised:  # noqa: BLE001 - nothing says any more when its copies have ended
+            self._hub.kept.append(work)
             self._hub.lose(error or raised)
             return
         if error is not None and self._hub.is_fatal(error, event.query):
+            self._hub.kept.append(work)
             self._hub.lose(error)
             return
         nbytes = work.nbytes
@@ -266,6 +269,8 @@ class CudaStream:
     def _land(self, ticket: _Ticket) -> None:
         """Tell a flight that a layer has passed. On the waiting thread."""
         flight, layer = ticket.flight, ticket.layer
+        if self._hub.lost is not None:
+            self._hub.kept.append(ticket.work)
         if ticket.error is not None:
             self._fail(flight, layer, ticket.error)
         elif self._hub.lost is None:
