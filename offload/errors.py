@@ -310,17 +310,14 @@ class OutOfMemoryError(MemoryError, OffloadError):
 class SchedulerClosedError(OffloadError):
     """The scheduler is closed, or can serve no more: its loop has ended, or its device is lost."""
 
-    def __init__(self, asked: str = "submit", *, gone: str = "") -> None:
+    def __init__(self, asked: str = "submit", *, gone: str = "", remedy: str = "") -> None:
         self.asked = asked
         self.gone = gone
-        """What of it is no more: `device is lost`, `event loop has ended`; empty: it was closed."""
-        super().__init__(
-            f"cannot {asked}: this scheduler's {gone}. Pages that were in the air are never free "
-            "again: open another scheduler, and use other pages."
-            if gone
-            else f"cannot {asked}: the scheduler is closed. Nothing was queued. "
-            "Submit before the block that opened it ends, or open another."
+        """What happened: `the device is lost`; empty: it was closed."""
+        self.remedy = remedy or (
+            "Nothing was queued. Submit before the block that opened it ends, or open another."
         )
+        super().__init__(f"cannot {asked}: {gone or 'the scheduler is closed'}. {self.remedy}")
 
 
 class TransferFailed(OffloadError):
@@ -362,15 +359,17 @@ class TransferCancelled(TransferFailed):
         return "was cancelled"
 
 
-def left_behind(direction: str, *, landed: int | None) -> str:
+def left_behind(direction: str, *, landed: int | None, lost: bool = False) -> str:
     """Return what a transfer that failed or was cancelled leaves in its pages, as a sentence.
 
     Args:
         landed: How many layers had landed; None: it was never issued.
+        lost: Whether it will never be known if the others have.
     """
     if landed is None:
         return "Nothing was copied."
-    lasts = "its pages stay locked until the copies already issued have landed."
+    until = "for ever" if lost else "until the copies already issued have landed"
+    lasts = f"its pages stay locked {until}."
     if direction == "load":
         return (
             f"{'Layers that had landed are usable' if landed else 'No layer had landed'}; {lasts}"

@@ -204,7 +204,9 @@ class Ride:
         issued = (self._lead or self)._flight is not None
         holes = self.shell.group.holes
         landed = sum(self.landed(layer) for layer in range(self.num_layers) if layer not in holes)
-        return left_behind(self.direction, landed=landed if issued else None)
+        ended = self.shell.driver.lost or self.shell.stuck  # threads may ask before the loop knows
+        lost = ended is not None and not self.released
+        return left_behind(self.direction, landed=landed if issued else None, lost=lost)
 
     def _decided(self) -> State | None:
         if self._deciding:

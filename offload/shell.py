@@ -198,13 +198,18 @@ class Shell:
 
     def closed_error(self, asked: str = "submit") -> SchedulerClosedError:
         """Return what callers are told once nothing will happen any more, and why."""
-        # 1 the device is gone, 2 an error of ours broke it, 3 the loop ended under it, or it was closed.
+        never = "Pages that it had in the air are never free again"
         if self.lost is not None:
-            return SchedulerClosedError(asked, gone="device is lost")
+            remedy = f"{never}, and a lost CUDA device comes back in a new process only."
+            return SchedulerClosedError(asked, gone="the device is lost", remedy=remedy)
         if self.fault is not None:
-            return SchedulerClosedError(asked, gone="loop was ended by an error")
-        ended = self.dead and not self.closing
-        return SchedulerClosedError(asked, gone="event loop has ended" if ended else "")
+            gone = "an error in the scheduler has ended it"
+            remedy = f"{never}: open another, and use other pages."
+            return SchedulerClosedError(asked, gone=gone, remedy=remedy)
+        if self.dead and not self.closing:
+            gone = "the scheduler's event loop has ended"
+            return SchedulerClosedError(asked, gone=gone, remedy="Open another.")
+        return SchedulerClosedError(asked)
 
     def check_may_block(self, what: str) -> None:
         """Raise if blocking this thread would stop the loop that has to end the wait."""

@@ -165,11 +165,10 @@ GOLDEN: dict[str, tuple[OffloadError, str]] = {
         ),
     ),
     "lost": (
-        SchedulerClosedError("wait for idle pages", gone="device is lost"),
-        (
-            "cannot wait for idle pages: this scheduler's device is lost. Pages that were in the air are "
-            "never free again: open another scheduler, and use other pages."
+        SchedulerClosedError(
+            "wait for idle pages", gone="the device is lost", remedy="Use another."
         ),
+        "cannot wait for idle pages: the device is lost. Use another.",
     ),
     "failed": (
         TransferFailed(
@@ -199,6 +198,10 @@ GOLDEN: dict[str, tuple[OffloadError, str]] = {
             "backup 5 was cancelled. Its host pages hold part of it, and cannot be loaded until they are "
             f"backed up again; {DRAINING}"
         ),
+    ),
+    "failed with its device": (
+        TransferFailed("load 5", leaves=left_behind("load", landed=0, lost=True)),
+        "load 5 failed. No layer had landed; its pages stay locked for ever.",
     ),
     "backup failed at once": (
         TransferFailed("backup 5", leaves=left_behind("backup", landed=0)),

@@ -140,9 +140,11 @@ def test_a_lost_device_settles_everything_and_closes() -> None:
         load = scheduler.load(host_pages=[0], device_pages=[0], after=())
         load.wait_issued(0, timeout=PATIENCE)
         fake.break_context(700)
-        with pytest.raises(TransferFailed):
+        with pytest.raises(TransferFailed, match="locked for ever"):
             load.result(timeout=PATIENCE)
-        with pytest.raises(SchedulerClosedError, match="device is lost") as caught:
+        with pytest.raises(
+            SchedulerClosedError, match=r"device is lost\. Pages that it had"
+        ) as caught:
             scheduler.wait_idle(host_pages=[0], timeout=PATIENCE)
         assert caught.value.__cause__ is driver.lost
         with pytest.raises(RequestError, match="lost"):
