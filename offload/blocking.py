@@ -93,7 +93,7 @@ class BlockingScheduler(ThreadFace):
                 self._exit.set()
 
             shell.post(leave)
-            self._thread.join(timeout)
+            self._thread.join(None if timeout is None else min(timeout, threading.TIMEOUT_MAX))
             if self._thread.is_alive():
                 raise TimeoutError(f"the scheduler was not closed within {timeout} s")
         atexit.unregister(self._close_at_exit)

@@ -7,8 +7,9 @@ happens then is `offload.shell`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from itertools import islice
 from types import TracebackType
 from typing import Self
 
@@ -18,6 +19,7 @@ from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 
 from offload import acts
 from offload.admission import admit, submit_nowait
+from offload.core.batch import Piece
 from offload.core.events import Cancel
 from offload.core.kinds import Direction
 from offload.core.pages import PagesLike
@@ -63,7 +65,8 @@ class Scheduler:
         if self._shell.fault is not None:
             if error is None:
                 raise self._shell.fault
-            error.add_note(f"The scheduler failed too: {self._shell.fault!r}")
+            if error is not self._shell.fault:  # a signal's, that came in the middle of a decision
+                error.add_note(f"The scheduler failed too: {self._shell.fault!r}")
 
     async def aclose(self, drain: bool = False, deadline: float | None = None) -> None:
         """Stop intake, cancel what is queued, and wait until nothing moves any more.
@@ -103,7 +106,7 @@ class Scheduler:
         if not drain:
             await self._cancel_queued()
         else:
-            self._cancel_unwritten()
+            await self._cancel_unwritten()
         shell.ask_for_turn()
         await checkpoint()
         await self._until_quiet()
@@ -111,24 +114,35 @@ class Scheduler:
 
     async def _cancel_queued(self) -> None:
         """Cancel everything that was not issued, a chunk per turn of the loop."""
-        machine = self._shell.machine
-        for number, request in enumerate(machine.names()):
-            piece = machine.find(request)
-            if piece is not None and piece.parent is None and piece.unissued:
-                self._shell.handle(Cancel(request))
-            if number % _CLOSE_CHUNK == _CLOSE_CHUNK - 1:
-                await checkpoint()
+        requests = iter(self._shell.machine.names())
+        while self._cancel_some(requests, _unissued):
+            await checkpoint()
 
     def _cancel_queued_soon(self) -> None:
-        for piece in self._shell.machine.live():
-            if piece.unissued:
-                self._shell.handle(Cancel(piece.request.id))
+        """Do the same from now on; nobody waits for it."""
+        requests = iter(self._shell.machine.names())
 
-    def _cancel_unwritten(self) -> None:
+        def some() -> None:
+            if self._cancel_some(requests, _unissued):
+                self._shell.home.post(some)
+            self._shell.ask_for_turn()
+
+        some()
+
+    async def _cancel_unwritten(self) -> None:
         """Cancel streaming backups that wait for a forward: nobody will drain them."""
-        for piece in self._shell.machine.live():
-            if piece.stream is not None and len(piece.stream.written) < piece.last:
-                self._shell.handle(Cancel(piece.request.id))
+        requests = iter(self._shell.machine.names())
+        while self._cancel_some(requests, _unwritten):
+            await checkpoint()
+
+    def _cancel_some(self, requests: Iterator[int], which: Callable[[Piece], bool]) -> bool:
+        """Cancel those of the next chunk that are such; return whether there may be more."""
+        chunk = list(islice(requests, _CLOSE_CHUNK))
+        for request in chunk:
+            piece = self._shell.machine.find(request)
+            if piece is not None and piece.parent is None and which(piece):
+                self._shell.handle(Cancel(request))
+        return len(chunk) == _CLOSE_CHUNK
 
     async def _until_quiet(self) -> None:
         shell = self._shell
@@ -352,6 +366,15 @@ class Scheduler:
 
     def __repr__(self) -> str:
         return f"<Scheduler {self._shell.described()}>"
+
+
+def _unissued(piece: Piece) -> bool:
+    return piece.unissued
+
+
+def _unwritten(piece: Piece) -> bool:
+    """Return whether a forward has not written all of a streaming backup."""
+    return piece.stream is not None and len(piece.stream.written) < piece.last
 
 
 def _is_time(value: object) -> bool:

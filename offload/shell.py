@@ -153,6 +153,8 @@ class Shell:
         try:
             self.driver.close()
         finally:
+            if self.fault is not None and all(flight.over for flight in self._flights.values()):
+                self.machine.forget()  # what it had decided is void, and nothing moves
             self.tenancy.give_back()
         if self.tracer is not None:
             self.tracer.closed()
@@ -271,7 +273,12 @@ class Shell:
     def ask_for_turn(self) -> bool:
         if not self._turn_due:
             self._turn_due = True
-            if not self.home.post(self._turn):
+            try:
+                posted = self.home.post(self._turn)
+            except BaseException:  # a signal's, and nobody else would ask again
+                self._turn_due = False
+                raise
+            if not posted:
                 self._dead = True
                 self.bell.ring()
                 return False
@@ -284,7 +291,8 @@ class Shell:
             if self.driver.lost is not None and self.lost is None:
                 self.lost = self.driver.lost
                 self._give_up(self.lost)
-            self.take_inbox()
+            if not self.take_inbox(_PER_TURN):
+                self.ask_for_turn()
             pieces = 0
             while self._arrivals and pieces < _PER_TURN:
                 flight = self._arrivals.popleft()
@@ -301,13 +309,19 @@ class Shell:
             self._break(error)
         self.ledger.end_turn(start)
 
-    def take_inbox(self) -> None:
-        """Do what was posted. A fault in it is ours, not of the caller who happens to come by."""
-        while self._inbox and not self.deciding:
+    def take_inbox(self, most: int | None = None) -> bool:
+        """Do what was posted, or the first so many; return whether nothing of it is left.
+
+        A fault in it is ours, not of the caller who happens to come by.
+        """
+        done = 0
+        while self._inbox and not self.deciding and done != most:
+            done += 1
             try:
                 self._inbox.popleft()()
             except BaseException as error:  # noqa: BLE001 - raised where the scheduler is left
                 self._break(error)
+        return not self._inbox
 
     def _absorb(self, flight: Flight) -> None:
         """Tell the machine what a flight has published since the last time."""
@@ -348,6 +362,9 @@ class Shell:
             self.counters.of(ride.direction).admit()
             for command in commands:
                 self._obey(command)
+        except BaseException as error:
+            self._undecided(error)
+            raise
         finally:
             self.deciding = False
 
@@ -362,8 +379,16 @@ class Shell:
         try:
             for command in self.machine.handle(event):
                 self._obey(command)
+        except BaseException as error:
+            self._undecided(error)
+            raise
         finally:
             self.deciding = False
+
+    def _undecided(self, error: BaseException) -> None:
+        """Break, unless the event was refused: a signal, or a fault of ours, has left half a decision."""
+        if not isinstance(error, RequestError):
+            self._break(error)
 
     def _obey(self, command: Command) -> None:
         match command:

@@ -193,7 +193,7 @@ def _due(now: float, priority: float, deadline: float | None) -> float:
     """
     try:
         when = due(now, priority, deadline)
-        if not math.isfinite(when):
+        if not math.isfinite(when) and deadline != -math.inf:
             raise RequestError(
                 f"priority is {priority!r}; it takes a finite number", value=priority
             )

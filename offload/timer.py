@@ -14,6 +14,9 @@ from offload.loop import Home
 _SWEEP = 256
 """Forgotten alarms below which a sweep is not worth it."""
 
+_PER_RING = 512
+"""Calls made in one turn of the loop, when many have the same time: about 5 ms."""
+
 
 @attrs.define(order=True)
 class Alarm:
@@ -75,12 +78,13 @@ class Timer:
 
     def _ring(self) -> None:
         self._alarm = None
-        now = self._driver.now()
-        while self._heap and self._heap[0].when <= now:
+        now, made = self._driver.now(), 0
+        while self._heap and self._heap[0].when <= now and made < _PER_RING:
             alarm = heappop(self._heap)
             if alarm.callback is None:
                 self._cancelled = max(0, self._cancelled - 1)
             else:
+                made += 1
                 callback, alarm.callback = alarm.callback, None
                 callback()
         self._set()

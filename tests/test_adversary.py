@@ -12,7 +12,9 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 import offload
+from offload.core.budget import Budget
 from offload.core.machine import Machine
+from offload.loop import Home
 from offload.shell import Shell
 from offload.testing import Hooks, SimDriver, ThreadsDriver
 from tests.sched import (
@@ -21,6 +23,7 @@ from tests.sched import (
     contents,
     on_both,
     pools,
+    run,
     sim_scheduler,
     state,
 )
@@ -91,7 +94,7 @@ async def test_a_fault_in_what_a_thread_posted_is_not_the_next_callers() -> None
     try:
         async with offload.open_scheduler(device, host, driver=sim) as scheduler:
             scheduler._shell._inbox.append(lambda: 1 / 0)  # type: ignore[arg-type]
-            with pytest.raises(offload.SchedulerClosedError):
+            with pytest.raises(offload.SchedulerClosedError, match="an error in the scheduler has"):
                 await scheduler.load(host_pages=[0], device_pages=[0])
     except ZeroDivisionError as error:
         caught.append(error)
@@ -240,6 +243,66 @@ def test_a_signal_that_interrupts_the_start_leaves_nothing_running() -> None:
     assert set(threading.enumerate()) == before
     with offload.start_scheduler(device, host) as scheduler:
         scheduler.load(host_pages=[0], device_pages=[0]).result(5.0)
+
+
+@pytest.mark.parametrize(
+    ("act", "owner", "step"),
+    [
+        ("submit", Budget, "queue"),
+        ("submit", Machine, "_follow"),
+        ("submit", Machine, "_advance"),
+        ("cancel", Budget, "dequeue"),
+        ("cancel", Machine, "_move"),
+        ("cancel", Machine, "_leave"),
+        ("cancel", Home, "post"),
+    ],
+)
+@pytest.mark.parametrize("loop", ["asyncio", "trio", "uvloop"])
+def test_a_signal_in_the_middle_of_a_decision_neither_hangs_nor_keeps_pages(
+    loop: str, act: str, owner: type, step: str
+) -> None:
+    """Thrown out of a submit or a cancel half way, the block is left with that, and its pools serve again."""
+    device, host = pools()
+    raised = KeyboardInterrupt()
+
+    async def body() -> None:
+        hooks = Hooks()
+        gate = hooks.gate()
+        driver = ThreadsDriver(hooks=hooks)
+        async with offload.open_scheduler(device, host, driver=driver) as scheduler:
+            first = await scheduler.load(host_pages=[0], device_pages=[0])
+            await first.issued()
+            queued = await scheduler.load(host_pages=[1], device_pages=[0])
+            for _ in range(5):
+                await checkpoint()
+            with pytest.MonkeyPatch.context() as patch:
+
+                def interrupted(*given: object) -> object:
+                    patch.undo()
+                    raise raised
+
+                patch.setattr(owner, step, interrupted)
+                try:
+                    if act == "submit":
+                        scheduler.load_nowait(host_pages=[2], device_pages=[0])
+                    else:
+                        queued.cancel()
+                finally:
+                    gate.open()
+
+    async def once() -> None:
+        async with offload.open_scheduler(device, host) as scheduler:
+            await (await scheduler.load(host_pages=[0], device_pages=[0]))
+            await scheduler.idle(device_pages=range(8), host_pages=range(16))
+
+    async def caught() -> None:
+        with pytest.raises(KeyboardInterrupt) as thrown:
+            await body()
+        assert thrown.value is raised
+        assert not hasattr(raised, "__notes__")
+
+    run(caught, loop)
+    run(once, loop)
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])

@@ -410,7 +410,7 @@ def test_start_scheduler_serves_a_program_without_a_loop() -> None:
     for page in (2, 3, 4):
         assert contents(device, [page]) == before
     for call in (scheduler.load, scheduler.load_nowait):
-        with pytest.raises(offload.SchedulerClosedError):
+        with pytest.raises(offload.SchedulerClosedError, match="the scheduler is closed"):
             call(host_pages=[0], device_pages=[0])
     assert not any(thread.name == "offload-loop" for thread in threading.enumerate())
     assert device.pages.table.owner is None
@@ -440,7 +440,7 @@ def test_close_of_the_blocking_face(drain: bool) -> None:
     queued = scheduler.load(host_pages=[1], device_pages=[1])
     with pytest.raises(TimeoutError, match="not closed"):
         scheduler.close(drain=drain, timeout=SOON)
-    with pytest.raises(offload.SchedulerClosedError):
+    with pytest.raises(offload.SchedulerClosedError, match="the scheduler is closed"):
         scheduler.load(host_pages=[2], device_pages=[2])
     gate.open()
     scheduler.close(timeout=LATE)
@@ -543,6 +543,7 @@ def test_a_loop_that_is_gone_ends_the_waits_of_threads() -> None:
     for thread in (early, late):
         thread.join(LATE)
     assert [type(error) for error in heard] == [offload.SchedulerClosedError] * 2
+    assert all("event loop has ended" in str(error) for error in heard)
     assert time.monotonic() - start < LATE
 
 
@@ -559,3 +560,10 @@ def test_run_leaves_no_thread() -> None:
         run(body, loop)
     left = [t.name for t in set(threading.enumerate()) - before if t.name.startswith("offload")]
     assert left == []
+
+
+def test_close_waits_for_ever_when_asked_to() -> None:
+    """An endless timeout of `close` is one, as of every other wait."""
+    scheduler = offload.start_scheduler(*pools())
+    scheduler.close(timeout=float("inf"))
+    assert scheduler.statistics().load.submitted == 0

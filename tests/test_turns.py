@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+
 import anyio
 import pytest
 
 import offload
-from offload import acts, shell
-from tests.sched import contents, on_both, sim_scheduler, threads_scheduler
+from offload import acts, shell, timer
+from offload import scheduler as face
+from offload.testing import Hooks, ThreadsDriver
+from tests.sched import contents, on_both, sim_scheduler, state, threads_scheduler
 
 
 @on_both
@@ -62,3 +66,75 @@ async def test_only_who_waits_for_a_layer_wakes_the_loop_for_layers() -> None:
         await anyio.lowlevel.checkpoint()
         assert flight.watched
         await sim.run_until_idle()
+
+
+@on_both
+async def test_deadlines_of_one_moment_are_kept_in_several_turns() -> None:
+    """Requests whose deadlines pass at once fail a few at a time, and all of them do."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timer, "_PER_RING", 2)
+        hooks = Hooks()
+        gate = hooks.gate()
+        async with sim_scheduler(hooks=hooks) as (scheduler, sim, *_):
+            when = scheduler.now() + 1.0
+            loads = [
+                await scheduler.load(host_pages=[n], device_pages=[0], deadline=when)
+                for n in range(7)
+            ]
+            await sim.advance(2.0)
+            assert [state(load) for load in loads] == ["draining"] * 7
+            gate.open()
+            await sim.run_until_idle()
+            assert [state(load) for load in loads] == ["failed"] * 7
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@on_both
+async def test_a_drain_gives_up_a_few_at_a_time(streaming: bool) -> None:
+    """What a drain cancels, at its deadline or because no forward will write it, it cancels in several turns."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(face, "_CLOSE_CHUNK", 2)
+        hooks = Hooks()
+        gate = hooks.gate()
+        async with threads_scheduler(driver=ThreadsDriver(hooks=hooks)) as (scheduler, *_):
+            first = await scheduler.load(host_pages=[0], device_pages=[0])
+            await first.issued()
+            if streaming:
+                queued = [
+                    await scheduler.backup(device_pages=[n], host_pages=[n], streaming=True)
+                    for n in range(1, 7)
+                ]
+            else:
+                queued = [await scheduler.load(host_pages=[n], device_pages=[0]) for n in range(7)]
+            async with anyio.create_task_group() as group:
+                group.start_soon(scheduler.aclose, True, scheduler.now() + 0.01)
+                for each in queued:
+                    with pytest.raises(offload.TransferCancelled):
+                        await each
+                gate.open()
+            await first
+
+
+@on_both
+async def test_posts_of_threads_are_taken_in_several_turns() -> None:
+    """Cancels of another thread that came while the loop was busy are carried out a few at a time."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shell, "_PER_TURN", 2)
+        hooks = Hooks()
+        gate = hooks.gate()
+        async with threads_scheduler(driver=ThreadsDriver(hooks=hooks)) as (scheduler, *_):
+            first = await scheduler.load(host_pages=[0], device_pages=[0])
+            await first.issued()
+            loads = [await scheduler.load(host_pages=[n], device_pages=[0]) for n in range(1, 8)]
+
+            def cancel() -> None:
+                for load in loads:
+                    load.cancel()
+
+            thread = threading.Thread(target=cancel)
+            thread.start()
+            thread.join()  # and the loop with it
+            gate.open()
+            await first
+            await scheduler.idle(device_pages=[0])
+            assert [state(load) for load in loads] == ["cancelled"] * 7

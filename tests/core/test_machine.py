@@ -10,6 +10,7 @@ import attrs
 import numpy as np
 import pytest
 
+import offload.core.machine as machine_module
 from offload.core.air import MAX_FLIGHTS
 from offload.core.batch import Batch, Limits, State
 from offload.core.events import (
@@ -141,7 +142,7 @@ class Rig:
         """Land everything that goes, then check what must hold at the end of every test."""
         for _ in range(10_000):
             self.do(Flush())
-            if not self.batches:
+            if not self.batches and not self.machine.flushable():
                 break
             for number, batch in list(self.batches.items()):
                 if not batch.failed and batch.limit > batch.landed:
@@ -1377,3 +1378,25 @@ def test_pages_that_a_lost_scheduler_holds_are_refused(side: str, direction: str
     rig.do(Flush())
     rig.do(Landed(1, LAYERS))
     assert rig.settled[fine] is State.DONE
+
+
+def test_those_who_leave_in_a_chain_leave_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cancelled requests behind one that lands leave in as many flushes as it takes, in order."""
+    monkeypatch.setattr(machine_module, "LEAVE_AT_ONCE", 2)
+    rig = Rig()
+    chain = [rig.load([page], [0]) for page in range(7)]
+    rig.do(Flush())
+    for request in chain[1:]:
+        rig.do(Cancel(request))
+    assert rig.unlocked == []
+    rig.do(Landed(1, LAYERS))
+    assert rig.unlocked == chain[:2]
+    late = rig.load([0], [0])
+    rig.do(Cancel(late))
+    assert rig.unlocked == chain[:2]
+    while rig.machine.flushable():
+        before = len(rig.unlocked)
+        rig.do(Flush())
+        assert len(rig.unlocked) <= before + 2
+    assert rig.unlocked == [*chain, late]
+    rig.finish()

@@ -206,7 +206,7 @@ def test_what_the_end_of_the_loop_leaves_half_written_is_torn() -> None:
 
 @pytest.mark.parametrize("how", ["cancel", "fail"])
 def test_chains_may_be_long(how: str) -> None:
-    """Thousands that follow one another leave together when the first does: nothing is nested."""
+    """Thousands that follow one another leave when the first does, without nesting."""
     rig = Rig()
     first = rig.load([0], [0])
     rig.do(Flush())
