@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 
-from offload.core.batch import Piece
+from offload.core.batch import Piece, StreamState
 from offload.core.claims import Claims
 from offload.core.events import Flush, Landed
 from offload.core.hazards import HazardTable
@@ -174,3 +174,121 @@ def test_a_backup_that_had_begun_is_torn_when_all_is_forgotten(layers: int) -> N
         rig.do(Landed(layer + 1, layer + 1))
     rig.machine.forget()
     assert len(rig.host.torn) == layers
+
+
+@pytest.mark.parametrize("side", ["host", "device"])
+@pytest.mark.parametrize("member", [0, 1])
+def test_a_page_that_is_never_free_again_is_told_in_full(side: str, member: int) -> None:
+    """The refusal names the side in every member, and says what to do; holder 0 may be who is lost."""
+    mine = claims()
+    mine.take(piece(0, Direction.LOAD, ids(3), ids(4), member))
+    after = Claims(mine.tables)
+    assert after.open() == 0
+    host, device = (ids(2, 3), ids(0, 1)) if side == "host" else (ids(2, 5), ids(0, 4))
+    after.refuse_orphans(piece(1, Direction.BACKUP, host, device, 1 - member).request)
+    with pytest.raises(RequestError) as caught:
+        after.refuse_orphans(piece(1, Direction.BACKUP, host, device, member).request)
+    assert str(caught.value) == (
+        f"the {side} pages of this request include some that a scheduler with a lost device had in the "
+        "air: they are never free again. Use others."
+    )
+
+
+def group(number: int, direction: Direction, *, streaming: bool = False) -> Piece:
+    """Return a request on two page pairs in each of two members, none of them alike."""
+    parts = ((0, ids(1, 2), ids(3, 4)), (1, ids(5, 6), ids(7, 0)))
+    request = Request(number, direction, parts, "r", 1, 4, 0.0, streaming=streaming)
+    return Piece(number, request, 0, LAYERS, 0)
+
+
+def held(mine: Claims) -> list[list[list[int]]]:
+    """Return the locked pages of each member, as (host, device)."""
+    every = np.arange(8)
+    return [
+        [np.flatnonzero(table.locked(every)).tolist() for table in pair] for pair in mine.tables
+    ]
+
+
+@pytest.mark.parametrize("direction", Direction)
+def test_a_request_claims_both_sides_of_every_member(direction: Direction) -> None:
+    """All its pages in all members are locked, those alone, and none when it has released."""
+    mine = claims()
+    whole = group(1, direction)
+    assert mine.take(whole) == ([], [])
+    assert held(mine) == [[[1, 2], [3, 4]], [[5, 6], [0, 7]]]
+    mine.release(whole)
+    assert held(mine) == [[[], []], [[], []]]
+
+
+def test_a_streaming_backup_claims_host_pages_and_its_layers_device_pages() -> None:
+    """The backup locks one side of every member when it is submitted, and each layer the other when written."""
+    mine = claims()
+    stream = group(1, Direction.BACKUP, streaming=True)
+    stream.stream = StreamState()
+    assert mine.take(stream) == ([], [])
+    assert held(mine) == [[[1, 2], []], [[5, 6], []]]
+    layer = Piece(2, stream.request, 1, 2, 0, parent=stream)
+    assert mine.take(layer) == ([], [])
+    assert held(mine) == [[[1, 2], [3, 4]], [[5, 6], [0, 7]]]
+    mine.release(layer)
+    assert held(mine) == [[[1, 2], []], [[5, 6], []]]
+    mine.release(stream)
+    assert held(mine) == [[[], []], [[], []]]
+
+
+def crowded(member: int) -> Claims:
+    """Return claims where 1 writes a host page, 2 writes a device page and 3 reads it, all of one member."""
+    mine = claims()
+    host, device = ((1, 4), (5, 7))[member]
+    mine.take(piece(1, Direction.BACKUP, ids(host), ids(2), member))
+    mine.take(piece(2, Direction.LOAD, ids(0), ids(device), member))
+    mine.take(piece(3, Direction.BACKUP, ids(7), ids(device), member))
+    return mine
+
+
+@pytest.mark.parametrize("member", [0, 1])
+def test_whoever_is_in_the_way_of_one_member_is_in_the_way_of_the_request(member: int) -> None:
+    """Whom a request follows is gathered from both sides of all members, and a look tells the same."""
+    mine, load = crowded(member), group(4, Direction.LOAD)
+    assert mine.ahead_of(load.request) == {1, 2, 3}
+    assert mine.take(load) == ([2, 3], [1])
+    mine, backup = crowded(member), group(4, Direction.BACKUP)
+    assert mine.ahead_of_layers(backup) == {2}
+    assert mine.take(backup) == ([1], [2])
+
+
+@pytest.mark.parametrize("member", [0, 1])
+@pytest.mark.parametrize("direction", Direction)
+def test_a_later_writer_of_any_side_disturbs_a_load(member: int, direction: Direction) -> None:
+    """A backup over a host page or a load into a device page ends it, in any member; readers of either do not."""
+    mine = claims()
+    load = group(1, Direction.LOAD)
+    mine.take(load)
+    host, device = ((1, 4), (5, 7))[member]
+    reading = (ids(host), ids(2)) if direction is Direction.LOAD else (ids(7), ids(device))
+    mine.take(piece(2, direction, *reading, member))
+    assert mine.undisturbed(load.request)
+    writing = (ids(0), ids(device)) if direction is Direction.LOAD else (ids(host), ids(2))
+    mine.take(piece(3, direction, *writing, member))
+    assert not mine.undisturbed(load.request)
+
+
+@pytest.mark.parametrize("member", [0, 1])
+def test_host_pages_are_torn_and_mended_in_every_member(member: int) -> None:
+    """A torn backup is told by number and reason whichever member is loaded, until another has written it."""
+    mine = claims()
+    mine.tear(group(4, Direction.BACKUP), "a backup that failed")
+    load = piece(5, Direction.LOAD, ids(0, (2, 6)[member]), ids(1, 2), member)
+    error = mine.torn(load)
+    assert error is not None
+    assert str(error.__cause__ or error).endswith(
+        f"host page {(2, 6)[member]} holds part of a backup that failed. "
+        "Back that page up again, or free it."
+    )
+    assert error.transfer == "backup 4"
+    assert mine.torn(piece(5, Direction.LOAD, ids(0, 3), ids(1, 2), member)) is None
+    mine.mend(piece(6, Direction.BACKUP, ids(0, (2, 6)[member]), ids(1, 2), member))
+    assert mine.torn(load) is None
+    assert [len(host.torn) for host, _ in mine.tables] == ([1, 2], [2, 1])[member]
+    mine.mend(group(7, Direction.BACKUP))
+    assert [len(host.torn) for host, _ in mine.tables] == [0, 0]

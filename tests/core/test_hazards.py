@@ -9,6 +9,7 @@ import pytest
 
 from offload.core import hazards
 from offload.core.hazards import HazardTable
+from offload.errors import RequestError
 
 NUM_PAGES = 7
 
@@ -320,3 +321,57 @@ def test_a_reader_behind_a_writer_starts_no_log() -> None:
     table.claim(4, pages(1, 2), write=False)
     assert table._chain is not None
     assert table._chain._size == 2
+
+
+@pytest.mark.parametrize("locked", [(), (0,), (0, 3, 0), (0, 1, 3)])
+@pytest.mark.parametrize("asked", [(2,), (2, 5), (0, 2, 0), (0, 5, 2), (4, 0)])
+def test_an_unlock_that_was_not_locked_is_told_in_full(
+    locked: tuple[int, ...], asked: tuple[int, ...]
+) -> None:
+    """The first page without a lock is named, no lock is taken back, and nobody looks again."""
+    table = HazardTable(6)
+    for page in locked:
+        table.lock(pages(page))
+    position = next(i for i, page in enumerate(asked) if page not in locked)
+    before = [table.locked(np.arange(6)).tolist(), table.releases]
+    with pytest.raises(RequestError) as caught:
+        table.unlock(pages(*asked))
+    assert str(caught.value) == (
+        f"unlock of page {asked[position]} at position {position}, which is not locked. "
+        "Each lock can be taken back once."
+    )
+    assert (caught.value.value, caught.value.position) == (asked[position], position)
+    assert [table.locked(np.arange(6)).tolist(), table.releases] == before
+
+
+def test_releases_and_unlocks_are_counted() -> None:
+    """Who waits for pages sees a number grow with each release and unlock, and with nothing else."""
+    table = HazardTable(6)
+    seen = [table.releases]
+    table.claim(1, pages(0), write=True)
+    table.claim(2, pages(1, 2), write=False)
+    table.lock(pages(3, 4))
+    table.unlock(pages())
+    seen.append(table.releases)
+    table.release(1, pages(0), write=True)
+    seen.append(table.releases)
+    table.release(2, pages(1, 2), write=False)
+    seen.append(table.releases)
+    table.unlock(pages(3, 4))
+    seen.append(table.releases)
+    assert seen == [0, 0, 1, 2, 3]
+
+
+def test_a_reader_is_remembered_until_its_last_claim_is_released() -> None:
+    """A holder that claimed twice for reading is followed after one release, and not after both."""
+    table = HazardTable(6)
+    for mine in (pages(0, 1), pages(1, 2), pages(2, 3)):
+        table.claim(1, mine, write=False)
+    table.release(1, pages(0, 1), write=False)
+    assert table.peek(pages(1), write=True) == (1,)
+    table.release(1, pages(1, 2), write=False)
+    assert table.peek(pages(2), write=True) == (1,)
+    assert table.peek(pages(0, 1), write=True) == ()
+    table.release(1, pages(2, 3), write=False)
+    assert table.peek(pages(0, 1, 2, 3), write=True) == ()
+    assert not table._reading
