@@ -134,12 +134,13 @@ class HostPool(Pool):
             RequestError: `pinned=True`, and there is no CUDA.
             OutOfMemoryError: This machine has too little memory.
         """
-        positive("HostPool.allocate", num_pages=num_pages, page_align=page_align or 1)
+        positive("HostPool.allocate", num_pages=num_pages)
+        positive("HostPool.allocate", page_align=1 if page_align is None else page_align)
         pinned = torch.cuda.is_available() if pinned is None else pinned
         geometry = host_geometry(
             spec.kind,
             spec.parts,
-            _order("HostPool.allocate", layout or (None if axes else Layout.PAGE_FIRST), axes),
+            _order("HostPool.allocate", _default(layout, axes), axes),
             num_layers=spec.num_layers,
             num_pages=num_pages,
             page_align=page_align or 1,
@@ -201,6 +202,10 @@ class HostPool(Pool):
                 ends = [0] if part.whole_page else _offsets(part)
                 spans += [(start + offset, nbytes) for offset in ends]
         return spans
+
+
+def _default(layout: str | Layout | None, axes: str | None) -> str | Layout | None:
+    return Layout.PAGE_FIRST if layout is None and axes is None else layout
 
 
 def _order(call: str, layout: str | Layout | None, axes: str | None) -> Layout | Axes:

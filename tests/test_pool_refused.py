@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from offload import DevicePool, GeometryError, HostPool, PoolSpec
+from offload import DevicePool, GeometryError, HostPool, PoolSpec, UnknownNameError
 
 SPEC = PoolSpec.mla(num_layers=1, page_size=4, latent_dim=16)
 
@@ -36,3 +36,10 @@ def test_components_that_cannot_be_read_are_refused(components: object) -> None:
     """With an example of what they are."""
     with pytest.raises(GeometryError, match="a mapping such as"):
         PoolSpec.state(num_layers=1, components=components)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [{"layout": ""}, {"layout": []}, {"axes": ""}, {"page_align": 0}])
+def test_what_is_empty_is_not_the_default(wrong: dict[str, str]) -> None:
+    """An empty name is misspelt, and no alignment is one byte or more."""
+    with pytest.raises((GeometryError, UnknownNameError)):
+        HostPool.allocate(SPEC, num_pages=4, pinned=False, **wrong)  # type: ignore[arg-type]
