@@ -200,13 +200,15 @@ class Shell:
 
     def closed_error(self, asked: str = "submit") -> SchedulerClosedError:
         """Return what callers are told once nothing will happen any more, and why."""
-        never = "Pages that it had in the air are never free again"
         if self.lost is not None:
-            remedy = f"{never}, and a lost CUDA device comes back in a new process only."
+            remedy = (
+                "Pages that it had in the air are never free again, and a lost CUDA device comes back in "
+                "a new process only."
+            )
             return SchedulerClosedError(asked, gone="the device is lost", remedy=remedy)
         if self.fault is not None:
             gone = "an error in the scheduler has ended it"
-            remedy = f"{never}: open another, and use other pages."
+            remedy = "Leave its block, which raises that error, and open another."
             return SchedulerClosedError(asked, gone=gone, remedy=remedy)
         if self.dead and not self.closing:
             gone = "the scheduler's event loop has ended"
