@@ -237,24 +237,25 @@ def test_a_streaming_backup_claims_host_pages_and_its_layers_device_pages() -> N
 
 
 def crowded(member: int) -> Claims:
-    """Return claims where 1 writes a host page, 2 writes a device page and 3 reads it, all of one member."""
+    """Return claims where 1 writes and 4 reads a host page, 2 writes and 3 reads a device page of a member."""
     mine = claims()
     host, device = ((1, 4), (5, 7))[member]
     mine.take(piece(1, Direction.BACKUP, ids(host), ids(2), member))
     mine.take(piece(2, Direction.LOAD, ids(0), ids(device), member))
     mine.take(piece(3, Direction.BACKUP, ids(7), ids(device), member))
+    mine.take(piece(4, Direction.LOAD, ids(host), ids(1), member))
     return mine
 
 
 @pytest.mark.parametrize("member", [0, 1])
 def test_whoever_is_in_the_way_of_one_member_is_in_the_way_of_the_request(member: int) -> None:
     """Whom a request follows is gathered from both sides of all members, and a look tells the same."""
-    mine, load = crowded(member), group(4, Direction.LOAD)
+    mine, load = crowded(member), group(5, Direction.LOAD)
     assert mine.ahead_of(load.request) == {1, 2, 3}
     assert mine.take(load) == ([2, 3], [1])
-    mine, backup = crowded(member), group(4, Direction.BACKUP)
+    mine, backup = crowded(member), group(5, Direction.BACKUP)
     assert mine.ahead_of_layers(backup) == {2}
-    assert mine.take(backup) == ([1], [2])
+    assert mine.take(backup) == ([1, 4], [2])
 
 
 @pytest.mark.parametrize("member", [0, 1])

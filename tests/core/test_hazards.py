@@ -375,3 +375,16 @@ def test_a_reader_is_remembered_until_its_last_claim_is_released() -> None:
     table.release(1, pages(2, 3), write=False)
     assert table.peek(pages(0, 1, 2, 3), write=True) == ()
     assert not table._reading
+
+
+def test_a_log_keeps_the_readers_of_each_page_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often the log is compacted, a writer of one page is told of that page's readers alone."""
+    monkeypatch.setattr(hazards, "_FIRST_LOG", 4)
+    table = HazardTable(3)
+    readers: list[list[int]] = [[], [], []]
+    for holder in range(60):
+        page = holder * holder % 3 + holder % 2
+        table.claim(holder, pages(page), write=False)
+        readers[page].append(holder)
+        for each in range(3):
+            assert table.peek(pages(each), write=True) == tuple(readers[each])
