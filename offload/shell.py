@@ -264,7 +264,9 @@ class Shell:
 
     def _report(self, flight: Flight) -> None:
         """Take note that a flight has news. Any thread; the flag is read before the news is."""
-        if not flight.reported:
+        if flight.reported:
+            flight.heard = False  # by a turn that was asked for, and may never come
+        else:
             flight.reported = True
             self._arrivals.append(flight)
             asked = self._turn_due

@@ -327,6 +327,39 @@ def test_a_loop_that_ends_under_a_copy_says_nothing(loop: str) -> None:
     run(once, loop)
 
 
+def test_a_turn_that_a_loop_was_asked_for_and_never_took_holds_no_worker() -> None:
+    """News that was posted in the last moment of a loop is not taken for heard: what waits is let go."""
+    hooks = Hooks()
+    gates = hooks.gate(layer=1), hooks.gate(layer=2)
+    device, host = pools()
+
+    async def body() -> None:
+        scheduler = offload.open_scheduler(device, host, driver=ThreadsDriver(hooks=hooks))
+        await scheduler.__aenter__()
+        first = await scheduler.load(host_pages=[0], device_pages=[0])
+        await scheduler.load(host_pages=[1], device_pages=[0])
+        await first.layer(0)
+        while len(scheduler._shell._flights) < 2:
+            await anyio.lowlevel.checkpoint()
+        home = scheduler._shell.home
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(home, "post", lambda callback: True)
+            gates[0].open()
+            gates[1].wait_arrived()
+
+    before = set(threading.enumerate())
+    run(body)
+    gates[1].open()
+    (worker,) = set(threading.enumerate()) - before
+    for _ in range(100):
+        gc.collect()
+        hooks.ops.clear()  # they know the flights
+        worker.join(0.1)
+        if not worker.is_alive():
+            break
+    assert not worker.is_alive()
+
+
 PRELUDE = """
 import asyncio, os, signal, sys, threading, traceback, warnings
 from pathlib import Path
