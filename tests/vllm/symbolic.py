@@ -34,10 +34,11 @@ class Block:
 
 @attrs.define(eq=False)
 class Pool:
-    """vLLM's block pool: reference counts and a free list."""
+    """vLLM's block pool: reference counts, a free list and a prefix cache."""
 
     blocks: list[Block]
     free: list[Block]
+    cached: dict[bytes, Block] = attrs.field(factory=dict)
 
     @classmethod
     def of(cls, num_blocks: int) -> Pool:
@@ -71,9 +72,14 @@ class Pool:
         if count > len(self.free):
             return None
         taken, self.free[:count] = self.free[:count], []
+        self.evict_blocks({block.block_id for block in taken})
         for block in taken:
             block.ref_cnt, block.content = 1, GARBAGE
         return taken
+
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        """Have the prefix cache find these no more."""
+        self.cached = {k: b for k, b in self.cached.items() if b.block_id not in block_ids}
 
 
 @attrs.define(eq=False)
@@ -85,6 +91,8 @@ class Request:
     num_prompt_tokens: int
     num_computed_tokens: int = 0
     blocks: list[Block] = attrs.field(factory=list)
+    hashed: int = 0
+    """Blocks, from the first, that the prefix cache was given."""
 
     @property
     def num_tokens(self) -> int:
@@ -169,7 +177,6 @@ class Engine:
     running: list[Request] = attrs.field(init=False, factory=list)
     waiting: list[Request] = attrs.field(init=False, factory=list)
     loaded: int = attrs.field(init=False, default=0)
-    _cached: dict[bytes, Block] = attrs.field(init=False, factory=dict)
     _flying: list[tuple[StepPlan, Outcomes, set[int]]] = attrs.field(init=False, factory=list)
     _made: int = attrs.field(init=False, default=0)
 
@@ -221,7 +228,7 @@ class Engine:
                 victim.num_computed_tokens = 0
                 self.waiting.insert(0, victim)
         if self.dice.random() < 0.3:
-            self._cached.clear()
+            self.pool.cached.clear()
 
     def _admit(self) -> None:
         while self.waiting:
@@ -236,6 +243,7 @@ class Engine:
             request.blocks = local + fresh
             request.num_computed_tokens = len(local) * BLOCK + external
             self.planner.admitted(request, [b.block_id for b in request.blocks], external)
+            self._cache(request, 0, request.num_computed_tokens)
             self.running.append(request)
 
     def _take(self, request: Request, local: Sequence[Block]) -> list[Block] | None:
@@ -247,16 +255,14 @@ class Engine:
         self.pool.touch(held)
         fresh = self.pool.take(needed)
         self.pool.free_blocks(held)
-        for key in [key for key, block in self._cached.items() if block in (fresh or ())]:
-            del self._cached[key]
         return fresh
 
     def _local(self, request: Request) -> list[Block]:
         found: list[Block] = []
         for key in request.block_hashes[: (request.num_tokens - 1) // BLOCK]:
-            if key not in self._cached:
+            if key not in self.pool.cached:
                 break
-            found.append(self._cached[key])
+            found.append(self.pool.cached[key])
         return found
 
     def _schedule(self) -> dict[str, int]:
@@ -264,8 +270,21 @@ class Engine:
         scheduled: dict[str, int] = {}
         for request in self.running:
             left = request.num_tokens - request.num_computed_tokens
-            scheduled[request.request_id] = min(left, self.dice.choice([1, BLOCK, 3 * BLOCK]))
+            count = min(left, self.dice.choice([1, BLOCK, 3 * BLOCK]))
+            scheduled[request.request_id] = count
+            start = request.num_computed_tokens
+            self._cache(request, start, start + count)
         return {name: count for name, count in scheduled.items() if count}
+
+    def _cache(self, request: Request, start: int, end: int) -> None:
+        """Hash the blocks that these tokens fill, before they are loaded or computed, as vLLM does.
+
+        A block that was hashed once keeps what has become of it: computed again, it is not hashed again.
+        """
+        request.hashed = max(request.hashed, start // BLOCK)
+        for i in range(request.hashed, min(end // BLOCK, len(request.block_hashes))):
+            self.pool.cached.setdefault(request.block_hashes[i], request.blocks[i])
+            request.hashed = i + 1
 
     def _run(self, plan: StepPlan, scheduled: dict[str, int]) -> None:
         """Load, compute, begin to store; then let requests go on or finish."""
@@ -297,7 +316,6 @@ class Engine:
         )
         for i in range(start // BLOCK, end // BLOCK):
             request.blocks[i].content = keys[i] if whole else GARBAGE
-            self._cached[keys[i]] = request.blocks[i]
         request.num_computed_tokens = end
         if end == request.num_tokens:
             self._go_on(request)
@@ -313,26 +331,38 @@ class Engine:
         if request.num_tokens > len(request.blocks) * BLOCK:
             fresh = self.pool.take(1)
             assert fresh is not None
-            for key in [key for key, block in self._cached.items() if block is fresh[0]]:
-                del self._cached[key]
             request.blocks += fresh
 
     def _release(self, request: Request, *, abort: bool = True) -> None:
         if abort:
             self.planner.finished(request.request_id)
         self.pool.free_blocks(reversed(request.blocks))
-        request.blocks = []
+        request.blocks, request.hashed = [], 0
 
     def _hear(self, plan: StepPlan, outcomes: Outcomes, bad: set[int]) -> None:
-        """Take a step's output: cut requests back to what was loaded, as vLLM does, then tell the planner."""
+        """Take a step's output: cut back who is first to read a block that was not loaded, and trust it to compute
+        the block for the others, as vLLM does; then tell the planner.
+        """
+        marked: set[int] = set()
         for request in self.running:
             ids = [block.block_id for block in request.blocks]
-            first = next((i for i, block in enumerate(ids) if block in bad), None)
+            first = next((i for i, b in enumerate(ids) if b in bad and b not in marked), None)
             if first is not None:
                 request.num_computed_tokens = min(request.num_computed_tokens, first * BLOCK)
-        self._cached = {key: b for key, b in self._cached.items() if b.content == key}
-        self.planner.heard(outcomes, bad_blocks=bool(bad))
+            marked |= bad.intersection(ids)
+        self.planner.heard(outcomes, bad_blocks=bad)
         self._check_host()
+        self._check_device()
+
+    def _check_device(self) -> None:
+        """Nobody goes on from garbage, and the prefix cache finds none, but for what steps under way compute."""
+        if self._flying:
+            return
+        for request in self.running:
+            whole = zip(request.blocks, request.block_hashes, strict=False)
+            for block, key in list(whole)[: request.num_computed_tokens // BLOCK]:
+                assert block.content == key
+        assert all(block.content == key for key, block in self.pool.cached.items())
 
     def _check_host(self) -> None:
         """Every block that is offered holds what its key says, on every rank."""

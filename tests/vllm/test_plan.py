@@ -243,7 +243,10 @@ def test_what_was_computed_over_a_failed_load_is_not_offered(heard: str) -> None
     if heard == "outcome":
         desk.planner.heard(Outcomes({plan.store.number: 1}, {plan.load.number: 1}))
     else:
-        desk.planner.heard(Outcomes({plan.load.number: 1, plan.store.number: 1}), bad_blocks=True)
+        desk.planner.heard(
+            Outcomes({plan.load.number: 1, plan.store.number: 1}),
+            bad_blocks={plan.load.device_pages[0]},
+        )
     desk.land(next_store)
     for tokens in ("aaaabbbbc", "ddddd"):
         assert desk.planner.matched(request(tokens, "three"), 0) <= (
@@ -324,6 +327,28 @@ def test_an_abort_before_any_step_leaves_nothing() -> None:
     assert desk.held(load), "promised to a forward that may still run"
     desk.land(load)
     assert desk.held(load) == []
+
+
+def test_whoever_reads_a_block_that_was_not_loaded_computes_it_again() -> None:
+    """One loads, another found its blocks cached in the same step; neither goes on, and nobody finds more of it."""
+    desk = Desk()
+    stored(desk, "aaaabbbb")
+    one, two = request("aaaabbbbccccd", "one"), request("aaaabbbbdddde", "two")
+    assert desk.admit(one) == 2 * BLOCK
+    desk.planner.matched(two, 2 * BLOCK)
+    fresh = desk.pool.take(2)
+    assert fresh is not None
+    desk.tables["two"] = desk.tables["one"][:2] + [block.block_id for block in fresh]
+    two.num_computed_tokens = 2 * BLOCK
+    desk.planner.admitted(two, desk.tables["two"], 0)
+    plan = desk.step((one, 5), (two, 5))
+    assert plan.load is not None
+    used = {block for name in ("one", "two") for block in desk.tables[name]}
+    desk.pool.cached = {b"%d" % block.block_id: block for block in desk.pool.blocks}
+    desk.planner.heard(Outcomes({}, {plan.load.number: 1}), bad_blocks=plan.load.device_pages)
+    assert (one.num_computed_tokens, two.num_computed_tokens) == (0, 0)
+    assert {block.block_id for block in desk.pool.cached.values()}.isdisjoint(used)
+    assert len(desk.pool.cached) == len(desk.pool.blocks) - len(used)
 
 
 @pytest.mark.parametrize("seed", range(25))

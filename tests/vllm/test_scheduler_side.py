@@ -62,7 +62,7 @@ def test_a_request_goes_through() -> None:
     assert store is not None
     assert store.device_pages == (3,)
     assert made.busy
-    made.heard(Outcomes({store.number: 2}), bad_blocks=False)
+    made.heard(Outcomes({store.number: 2}), bad_blocks=())
     made.finished("b")
     assert not made.busy
     assert made.matched(Request("c", "aaaab", 5), 0) == BLOCK
@@ -76,7 +76,7 @@ def test_numbers_are_of_the_interval() -> None:
         made.admitted(request, [[name + 1, 9]], 0)
         store = made.plan({str(name): 5}, Tables(**{str(name): [name + 1, 9]})).store
         assert store is not None
-        made.heard(Outcomes({store.number: 2}), bad_blocks=False)
+        made.heard(Outcomes({store.number: 2}), bad_blocks=())
     tally, evictions = made.take()
     assert (tally.stored_blocks, evictions) == (5, 2)
     tally, evictions = made.take()

@@ -197,7 +197,7 @@ class OffloadConnector(KVConnectorBase_V1):
         """Take what the ranks say."""
         said = connector_output.kv_connector_worker_meta
         outcomes = said.outcomes if isinstance(said, OffloadWorkerMetadata) else Outcomes()
-        bad = bool(connector_output.invalid_block_ids)
+        bad = connector_output.invalid_block_ids
         if outcomes or bad:
             self._deciding.heard(outcomes, bad_blocks=bad)
 

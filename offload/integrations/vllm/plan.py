@@ -1,27 +1,34 @@
 """The scheduler side's decisions: what a step loads and stores, and what outcomes mean. Pure.
 
-Three rules keep blocks whole:
+Four rules keep blocks whole:
 
 1. A block with a job under way is held, whatever its request does: preempted, aborted or finished. Its
    hold ends when every rank has said that the job has ended.
 2. A stored block is offered to others only after that, and never when a load failed meanwhile: what a
    forward computed over missing bytes must not be found under a good hash.
 3. A block is known by its hash, so it is final: the hash exists only once all its tokens do.
+4. When a load fails, everybody who reads its blocks computes them again, and vLLM's own prefix cache forgets
+   them and all behind them (`readers.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Literal, Protocol
 
 import attrs
 
+from offload.integrations.vllm.drafts import Draft, Open
 from offload.integrations.vllm.index import HostIndex
-from offload.integrations.vllm.messages import MAX_NAMES, Job, Outcomes, StepPlan
+from offload.integrations.vllm.messages import Job, Outcomes, StepPlan
+from offload.integrations.vllm.readers import Readers
 
 
 class Asking(Protocol):
     """A request, as vLLM's scheduler knows it."""
+
+    num_computed_tokens: int
+    """Tokens whose KV is there before this step."""
 
     @property
     def request_id(self) -> str:
@@ -39,10 +46,6 @@ class Asking(Protocol):
     def num_prompt_tokens(self) -> int:
         """Those of the prompt."""
 
-    @property
-    def num_computed_tokens(self) -> int:
-        """Tokens whose KV is there before this step."""
-
 
 class Holds(Protocol):
     """vLLM's block pool: a held block is not handed out."""
@@ -56,6 +59,9 @@ class Holds(Protocol):
     def alone(self, blocks: Iterable[int]) -> bool:
         """Return whether one of these would be free but for our hold."""
 
+    def forget(self, blocks: Collection[int]) -> None:
+        """Have vLLM's own prefix cache find these no more, whoever uses them."""
+
 
 @attrs.define(eq=False)
 class _Followed:
@@ -64,45 +70,6 @@ class _Followed:
     request: Asking
     decided: int = 0
     """Blocks, from the first, about whose store was decided."""
-
-
-@attrs.define(eq=False)
-class _Open:
-    """A job that some rank has not ended yet."""
-
-    job: Job
-    keys: tuple[bytes, ...]
-    store: bool
-    missing: int
-    """Ranks that have said nothing yet."""
-    good: bool = True
-
-
-@attrs.define(eq=False)
-class _Draft:
-    """A job in the making."""
-
-    device_pages: list[int] = attrs.field(factory=list)
-    host_pages: list[int] = attrs.field(factory=list)
-    keys: list[bytes] = attrs.field(factory=list)
-    requests: list[str] = attrs.field(factory=list)
-
-    def add(
-        self, request: str, device: Sequence[int], host: Sequence[int], keys: Sequence[bytes]
-    ) -> None:
-        self.device_pages += device
-        self.host_pages += host
-        self.keys += keys
-        self.requests.append(request)
-
-    def job(self, number: int) -> Job:
-        return Job(
-            number,
-            tuple(self.device_pages),
-            tuple(self.host_pages),
-            tuple(self.requests[:MAX_NAMES]),
-            len(self.requests),
-        )
 
 
 @attrs.define
@@ -135,8 +102,10 @@ class Planner:
 
     _asked: dict[str, int] = attrs.field(init=False, factory=dict)
     _followed: dict[str, _Followed] = attrs.field(init=False, factory=dict)
-    _open: dict[int, _Open] = attrs.field(init=False, factory=dict)
-    _loads: _Draft = attrs.field(init=False, factory=_Draft)
+    _open: dict[int, Open] = attrs.field(init=False, factory=dict)
+    _loads: Draft = attrs.field(init=False, factory=Draft)
+    """The load of the next step, which gets the next number."""
+    _readers: Readers = attrs.field(init=False, factory=Readers)
     _next: int = attrs.field(init=False, default=0)
 
     # What vLLM's scheduler asks ------------------------------------------------------------------------
@@ -159,18 +128,9 @@ class Planner:
         """Take a request that got its blocks, and note the load that it was promised."""
         self._followed[request.request_id] = _Followed(request)
         computed = self._asked.pop(request.request_id, 0)
-        if not num_external_tokens:
-            return
-        first = computed // self.block_size
-        end = first + -(-num_external_tokens // self.block_size)
-        wanted = [i for i in range(first, end) if blocks[i] != self.null_block]
-        keys = [request.block_hashes[i] for i in wanted]
-        device = [blocks[i] for i in wanted]
-        self.index.touch(request.block_hashes[:end])
-        host = self.index.read(keys)
-        self.holds.hold(device)
-        self._loads.add(request.request_id, device, host, keys)
-        self.tally.loaded_blocks += len(device)
+        if num_external_tokens:
+            self._promised(request, blocks, computed, num_external_tokens)
+        self._readers.admitted(request, blocks)
 
     def plan(
         self,
@@ -181,10 +141,12 @@ class Planner:
 
         Args:
             num_scheduled_tokens: By request, the tokens that its forward computes now.
-            blocks_of: The block table of a request; asked only where there is something to store.
+            blocks_of: The block table of a request; asked only where there is something to store, or a load
+                is under way.
         """
-        loads, self._loads = self._loads, _Draft()
-        stores = _Draft()
+        self._readers.computing(num_scheduled_tokens, blocks_of)
+        loads, self._loads = self._loads, Draft()
+        stores = Draft()
         for name, count in num_scheduled_tokens.items():
             followed = self._followed.get(name)
             if followed is not None:
@@ -213,14 +175,15 @@ class Planner:
 
     # What the workers say --------------------------------------------------------------------------------
 
-    def heard(self, outcomes: Outcomes, *, bad_blocks: bool = False) -> None:
-        """Take outcomes of some ranks.
+    def heard(self, outcomes: Outcomes, *, bad_blocks: Collection[int] = ()) -> None:
+        """Take outcomes of some ranks, after vLLM has done with the step's output what it does.
 
         Args:
-            bad_blocks: Whether any connector reported blocks that were not loaded.
+            bad_blocks: Those that any connector reported as not loaded.
         """
         if bad_blocks or any(not self._open[n].store for n in outcomes.failed if n in self._open):
             self._taint()
+            self._cut_back(outcomes, bad_blocks)
         for number, count in outcomes.failed.items():
             self._ended(number, count, good=False)
         for number, count in outcomes.landed.items():
@@ -228,12 +191,27 @@ class Planner:
 
     # Inside ----------------------------------------------------------------------------------------------
 
+    def _promised(
+        self, request: Asking, blocks: Sequence[int], computed: int, num_external_tokens: int
+    ) -> None:
+        first = computed // self.block_size
+        end = first + -(-num_external_tokens // self.block_size)
+        wanted = [i for i in range(first, end) if blocks[i] != self.null_block]
+        keys = [request.block_hashes[i] for i in wanted]
+        device = [blocks[i] for i in wanted]
+        self.index.touch(request.block_hashes[:end])
+        host = self.index.read(keys)
+        self.holds.hold(device)
+        self._loads.add(request.request_id, device, host, keys)
+        self._readers.expect(self._next, device)
+        self.tally.loaded_blocks += len(device)
+
     def _store(
         self,
         followed: _Followed,
         count: int,
         blocks_of: Callable[[str], Sequence[int] | None],
-        stores: _Draft,
+        stores: Draft,
     ) -> None:
         request = followed.request
         hashes = request.block_hashes
@@ -262,12 +240,12 @@ class Planner:
         computed = request.num_computed_tokens + count
         return min(computed, request.num_prompt_tokens) if self.store == "prompt" else computed
 
-    def _begin(self, draft: _Draft, *, store: bool) -> Job | None:
+    def _begin(self, draft: Draft, *, store: bool) -> Job | None:
         if not draft.device_pages:
             return None
         job = draft.job(self._next)
         self._next += 1
-        self._open[job.number] = _Open(job, tuple(draft.keys), store, self.num_ranks)
+        self._open[job.number] = Open(job, tuple(draft.keys), store, self.num_ranks)
         return job
 
     def _ended(self, number: int, ranks: int, *, good: bool) -> None:
@@ -277,6 +255,7 @@ class Planner:
         if opened.missing > 0:
             return
         del self._open[number]
+        self._readers.landed(number)
         self.index.done(opened.keys, opened.job.host_pages, keep=opened.good)
         self.holds.release(opened.job.device_pages)
 
@@ -287,6 +266,13 @@ class Planner:
                 opened.good = False
                 self.tally.tainted_blocks += len(opened.keys)
         self._look_again()
+
+    def _cut_back(self, outcomes: Outcomes, bad_blocks: Collection[int]) -> None:
+        """Have nobody go on from blocks that were not loaded, and nobody find what was computed behind them."""
+        for reader in self._readers.broken(outcomes.failed, bad_blocks):
+            whole = reader.first * self.block_size
+            reader.request.num_computed_tokens = min(reader.request.num_computed_tokens, whole)
+            self.holds.forget(reader.blocks)
 
     def _look_again(self) -> None:
         for followed in self._followed.values():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Generic, Protocol, TypeVar
 
 import attrs
@@ -41,6 +41,9 @@ class BlockPool(Protocol[B]):
     def free_blocks(self, ordered_blocks: Iterable[B]) -> None:
         """Count one fewer; the first that is free is reused first."""
 
+    def evict_blocks(self, block_ids: set[int]) -> None:
+        """Drop the hashes of blocks, free or in use."""
+
 
 @attrs.frozen(eq=False)
 class PoolHolds(Generic[B]):
@@ -59,6 +62,10 @@ class PoolHolds(Generic[B]):
     def alone(self, blocks: Iterable[int]) -> bool:
         """Return whether one of these would be free but for our hold."""
         return any(self.pool.blocks[block].ref_cnt == 1 for block in blocks)
+
+    def forget(self, blocks: Collection[int]) -> None:
+        """Have the prefix cache find these no more, whoever uses them."""
+        self.pool.evict_blocks(set(blocks))
 
 
 class Tables(Protocol):
@@ -144,7 +151,7 @@ class SchedulerSide:
         """Forget a request."""
         self.planner.finished(request_id)
 
-    def heard(self, outcomes: Outcomes, *, bad_blocks: bool) -> None:
+    def heard(self, outcomes: Outcomes, *, bad_blocks: Collection[int]) -> None:
         """Take what ranks say."""
         self.planner.heard(outcomes, bad_blocks=bad_blocks)
 
