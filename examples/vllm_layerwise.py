@@ -43,7 +43,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         save_model(folder)
         llm = LLM(folder, skip_tokenizer_init=True, enforce_eager=True, max_model_len=2048,
-                  block_size=32, dtype="float32", kv_transfer_config=CONNECTOR)  # fmt: skip
+                  block_size=32, dtype="float32", async_scheduling=False,
+                  kv_transfer_config=CONNECTOR)  # fmt: skip
     greedy = SamplingParams(temperature=0, max_tokens=4, detokenize=False)
     prompt = {"prompt_token_ids": [i * 7 % 500 for i in range(1500)]}
     for which in ("computed", "computed again", "from host memory"):

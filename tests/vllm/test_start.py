@@ -95,7 +95,9 @@ def test_recurrent_models_are_refused() -> None:
     caches = KVCacheConfig(8, [], [KVCacheGroupSpec(["layers.0.mixer"], states)])
     config = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(
-            kv_role="kv_both", kv_connector_extra_config={"host_blocks": 8}
+            kv_role="kv_both",
+            kv_load_failure_policy="fail",
+            kv_connector_extra_config={"host_blocks": 8},
         ),
         cache_config=SimpleNamespace(enable_prefix_caching=True),
         model_config=None,
@@ -104,3 +106,30 @@ def test_recurrent_models_are_refused() -> None:
     )
     with pytest.raises(offload.RequestError, match=r"a MambaSpec\. Leave out the connector"):
         check(config, caches)
+
+
+@pytest.mark.parametrize(("policy", "batches"), [("recompute", 2), ("recompute", 1), ("fail", 2)])
+def test_computing_again_and_planning_ahead_exclude_each_other(policy: str, batches: int) -> None:
+    """vLLM keeps what a step has computed that it planned before it heard of a broken load: no CPU build does."""
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from offload.integrations.vllm.checks import check
+
+    config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(
+            kv_role="kv_both",
+            kv_load_failure_policy=policy,
+            kv_connector_extra_config={"host_blocks": 8},
+        ),
+        cache_config=SimpleNamespace(enable_prefix_caching=True),
+        model_config=None,
+        parallel_config=SimpleNamespace(),
+        speculative_config=None,
+        max_concurrent_batches=batches,
+    )
+    both = policy == "recompute" and batches > 1
+    says = (
+        "Set --no-async-scheduling" if both else "this model has 0"
+    )  # the next thing that is wrong
+    with pytest.raises(offload.RequestError, match=says):
+        check(config, KVCacheConfig(8, [], []))

@@ -102,14 +102,16 @@ class Traffic:
 
 
 @pytest.mark.parametrize(
-    ("own", "failing"),
+    ("own", "failing", "seed"),
     [
-        pytest.param(True, ["backup"], id="both caches"),
-        pytest.param(False, ["load", "backup"], id="host memory alone"),
-        pytest.param(True, ["load", "backup"], id="both caches, failing loads"),
+        pytest.param(True, ["backup"], 5, id="both caches"),
+        pytest.param(False, ["load", "backup"], 5, id="host memory alone"),
+        pytest.param(True, ["load", "backup"], 3, id="both caches, failing loads"),
     ],
 )
-def test_random_traffic(model: Path, expected: list[Answer], own: bool, failing: list[str]) -> None:
+def test_random_traffic(
+    model: Path, expected: list[Answer], own: bool, failing: list[str], seed: int
+) -> None:
     """vllm#54914, vllm#46014: nothing is torn, lost or leaked, whatever comes together."""
     hooks = Hooks()
     hooks.delay(0.003, stream="backup")
@@ -130,7 +132,7 @@ def test_random_traffic(model: Path, expected: list[Answer], own: bool, failing:
         enable_prefix_caching=own,
     ) as made:
         resting = made.free_blocks
-        traffic = Traffic(made, hooks, Random(5), expected, failing)
+        traffic = Traffic(made, hooks, Random(seed), expected, failing)
         for _ in range(STEPS):
             traffic.turn()
         traffic.take(made.drain())

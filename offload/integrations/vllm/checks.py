@@ -42,6 +42,7 @@ def check(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Settings:
             f"OffloadConnector has kv_role={transfer.kv_role!r}, and it stores and loads for one engine. "
             "Set kv_role='kv_both'."
         )
+    _check_failures(vllm_config)
     _check_prefixes(vllm_config)
     _check_parallel(vllm_config)
     _check_drafts(vllm_config)
@@ -52,6 +53,21 @@ def check(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Settings:
 def memory_bytes() -> int:
     """Return how much memory this machine has."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _check_failures(vllm_config: VllmConfig) -> None:
+    """Refuse to compute again what was not loaded where vLLM plans a step before it has heard of the last one: it
+    keeps the token that such a step has computed over the missing blocks.
+    """
+    if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
+        return
+    if vllm_config.max_concurrent_batches > 1:
+        raise RequestError(
+            f"OffloadConnector has kv_load_failure_policy='recompute', and vLLM plans "
+            f"{vllm_config.max_concurrent_batches} steps at once: of a request whose load broke it would keep tokens "
+            "that were computed over the missing blocks. Set --no-async-scheduling, and no pipeline parallelism, or "
+            "kv_load_failure_policy='fail', which ends such a request with an error."
+        )
 
 
 def _check_prefixes(vllm_config: VllmConfig) -> None:
