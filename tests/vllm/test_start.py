@@ -84,6 +84,16 @@ def test_a_model_whose_attention_reads_no_prefix_is_refused(folder: Path) -> Non
         pass
 
 
+def test_a_model_of_windows_is_not_computed_again(folder: Path) -> None:
+    """vLLM gives up blocks behind the window, and would go on over their absence when a load has broken."""
+    model = models.save("mistral", folder / "windows")
+    with (
+        pytest.raises(offload.RequestError, match=r"all layers.*Set kv_load_failure_policy='fail'"),
+        engine(model, ours(policy="recompute")),
+    ):
+        pass
+
+
 def test_recurrent_models_are_refused() -> None:
     """Recurrent states are no blocks of tokens. vLLM's CPU build runs no such model, so its spec is asked about."""
     import torch

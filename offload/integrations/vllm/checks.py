@@ -47,6 +47,7 @@ def check(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Settings:
     _check_parallel(vllm_config)
     _check_drafts(vllm_config)
     _check_groups(kv_cache_config)
+    _check_windows(vllm_config, kv_cache_config)
     return settings
 
 
@@ -143,6 +144,20 @@ def _check_groups(kv_cache_config: KVCacheConfig) -> None:
                 f"OffloadConnector carries full, sliding-window and latent attention, and this model's KV "
                 f"cache is a {type(spec).__name__}. Leave out the connector for this model."
             )
+
+
+def _check_windows(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Refuse to compute again what was not loaded behind a window: vLLM has given up the blocks that the first of
+    these tokens look back at, and goes on without them.
+    """
+    (group,) = kv_cache_config.kv_cache_groups
+    windows = any(isinstance(s, SlidingWindowSpec) for s in _layer_specs(group.kv_cache_spec))
+    if windows and vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute":
+        raise RequestError(
+            "OffloadConnector has kv_load_failure_policy='recompute', and all layers of this model have a sliding "
+            "window: vLLM would compute blocks again without those that they look back at. Set "
+            "kv_load_failure_policy='fail', which ends such a request with an error."
+        )
 
 
 def _layer_specs(spec: KVCacheSpec) -> list[KVCacheSpec]:
