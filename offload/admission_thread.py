@@ -38,10 +38,10 @@ def submit(shell: Shell, submission: Submission, timeout: float | None) -> Trans
     shell.refuse_closed()
     check_timeout(timeout)
     entrant = _Entrant(shell, submission)
-    if not shell.post(entrant.start):
-        raise shell.closed_error()
+    patience = timeout or (None if timeout is None else _INSTANT)
     try:
-        patience = timeout or (None if timeout is None else _INSTANT)
+        if not shell.post(entrant.start):
+            raise shell.closed_error()
         answered = _answered(shell, entrant.future, patience)
     except BaseException:  # a signal's, or an exception thrown into this thread
         if not entrant.give_up():
@@ -76,9 +76,9 @@ def call(shell: Shell, act: Callable[[], T], undo: Callable[[Future[T]], None] |
             except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
                 future.set_exception(error)
 
-    if not shell.post(run):
-        raise shell.closed_error()
     try:
+        if not shell.post(run):
+            raise shell.closed_error()
         _answered(shell, future, None)
     except BaseException:
         if not future.cancel() and undo is not None:

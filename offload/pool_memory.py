@@ -64,7 +64,7 @@ def naming_bytes(call: str, *, num_pages: int, nbytes: int, where: str) -> Itera
     """
     try:
         yield
-    except (MemoryError, OverflowError, OSError, torch.cuda.OutOfMemoryError) as error:
+    except (MemoryError, OverflowError, OSError, torch.OutOfMemoryError) as error:
         if isinstance(error, OSError) and error.errno != errno.ENOMEM:
             raise
         raise OutOfMemoryError(call, num_pages=num_pages, nbytes=nbytes, where=where) from error
