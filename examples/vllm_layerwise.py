@@ -42,9 +42,8 @@ def main() -> None:
     """Ask the same three times without vLLM's own prefix cache; the last time, host memory has the prefix."""
     with tempfile.TemporaryDirectory() as folder:
         save_model(folder)
-        llm = LLM(folder, skip_tokenizer_init=True, enforce_eager=True, max_model_len=2048,
-                  block_size=32, dtype="float32", async_scheduling=False,
-                  kv_transfer_config=CONNECTOR)  # fmt: skip
+        llm = LLM(folder, skip_tokenizer_init=True, enforce_eager=True, max_model_len=2048, block_size=32,
+                  dtype="float32", async_scheduling=False, kv_transfer_config=CONNECTOR)  # fmt: skip
     greedy = SamplingParams(temperature=0, max_tokens=4, detokenize=False)
     prompt = {"prompt_token_ids": [i * 7 % 500 for i in range(1500)]}
     for which in ("computed", "computed again", "from host memory"):
