@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -321,10 +322,21 @@ def test_a_wait_on_a_later_loop_of_the_same_thread_is_refused(backend: str) -> N
         with anyio.fail_after(5), pytest.raises(offload.RequestError, match="another event loop"):
             await kept[0]
 
+    before = set(threading.enumerate())
     anyio.run(first, backend=backend)
     for each in ("asyncio", "trio"):
         anyio.run(second, backend=each)
     gate.open()
+    kept.clear()
+    workers = set(threading.enumerate()) - before
+    for _ in range(50):  # forgotten, it takes its worker along
+        gc.collect()
+        hooks.ops.clear()  # they know the flights
+        for worker in workers:
+            worker.join(0.1)
+        if not any(worker.is_alive() for worker in workers):
+            break
+    assert not any(worker.is_alive() for worker in workers)
 
 
 # Nothing piles up ---------------------------------------------------------------------------------------
