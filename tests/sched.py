@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 import inspect
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
@@ -201,3 +203,16 @@ def overwrite(pool: offload.DevicePool | offload.HostPool, pages: Sequence[int],
 def state(transfer: offload.Transfer) -> str:
     """Return a transfer's state as it is now, as a word."""
     return str(transfer.state)
+
+
+def check_workers_end(before: set[threading.Thread], hooks: Hooks) -> None:
+    """Check that a scheduler which nobody left, once forgotten, takes the threads since `before` along."""
+    workers = set(threading.enumerate()) - before
+    for _ in range(50):
+        gc.collect()
+        hooks.ops.clear()  # they know the flights
+        for worker in workers:
+            worker.join(0.1)
+        if not any(worker.is_alive() for worker in workers):
+            return
+    raise AssertionError(f"still alive: {workers}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 import threading
@@ -21,6 +20,7 @@ from offload.testing import Hooks, SimDriver, ThreadsDriver
 from tests.sched import (
     PAGE_BYTES,
     check_left,
+    check_workers_end,
     contents,
     on_both,
     pools,
@@ -328,15 +328,7 @@ def test_a_wait_on_a_later_loop_of_the_same_thread_is_refused(backend: str) -> N
         anyio.run(second, backend=each)
     gate.open()
     kept.clear()
-    workers = set(threading.enumerate()) - before
-    for _ in range(50):  # forgotten, it takes its worker along
-        gc.collect()
-        hooks.ops.clear()  # they know the flights
-        for worker in workers:
-            worker.join(0.1)
-        if not any(worker.is_alive() for worker in workers):
-            break
-    assert not any(worker.is_alive() for worker in workers)
+    check_workers_end(before, hooks)
 
 
 # Nothing piles up ---------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import subprocess
 import sys
@@ -14,7 +13,17 @@ import pytest
 
 import offload
 from offload.testing import Hooks, SimDriver, ThreadsDriver
-from tests.sched import check_left, contents, on_both, on_loops, pools, run, sim_scheduler, state
+from tests.sched import (
+    check_left,
+    check_workers_end,
+    contents,
+    on_both,
+    on_loops,
+    pools,
+    run,
+    sim_scheduler,
+    state,
+)
 from tests.test_cancel import outcome
 
 # Forms of leaving ----------------------------------------------------------------------------------------
@@ -313,16 +322,8 @@ def test_a_loop_that_ends_under_a_copy_says_nothing(loop: str) -> None:
     gate.open()
     loads.clear()
     del load
-    workers = set(threading.enumerate()) - before
-    assert len(workers) == 1
-    for _ in range(20):  # forgotten, it takes its worker along
-        gc.collect()
-        hooks.ops.clear()  # they know the flights
-        for worker in workers:
-            worker.join(0.1)
-        if not any(worker.is_alive() for worker in workers):
-            break
-    assert not any(worker.is_alive() for worker in workers)
+    assert len(set(threading.enumerate()) - before) == 1
+    check_workers_end(before, hooks)
     assert host.pages.num_free == 16
     run(once, loop)
 
@@ -350,14 +351,8 @@ def test_a_turn_that_a_loop_was_asked_for_and_never_took_holds_no_worker() -> No
     before = set(threading.enumerate())
     run(body)
     gates[1].open()
-    (worker,) = set(threading.enumerate()) - before
-    for _ in range(100):
-        gc.collect()
-        hooks.ops.clear()  # they know the flights
-        worker.join(0.1)
-        if not worker.is_alive():
-            break
-    assert not worker.is_alive()
+    assert len(set(threading.enumerate()) - before) == 1
+    check_workers_end(before, hooks)
 
 
 PRELUDE = """
