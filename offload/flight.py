@@ -205,9 +205,12 @@ class Flight:
             nbytes, ops, transfers = self._copies.span_size(first, layer + 1)
         self.counters.moved(start_ns, end_ns, nbytes, ops, transfers)  # before anybody can look
         self.landed_layers = layer + 1
+        last = layer + 1 == self.batch.last
+        if last:
+            self._close()
         if self.bell.waiting:
             self.bell.ring()
-        if self.watched or layer + 1 == self.batch.last:
+        if last or self.watched:
             self.report(self)
         tracer = self.tracer
         if tracer is not None and tracer.active:
@@ -239,10 +242,14 @@ class Flight:
         self.report(self)
 
     def ended(self) -> None:
-        """Publish that nothing of this batch touches memory any more."""
+        """Publish that nothing of this batch touches memory any more; its last landing has said so already."""
+        if not self.over:
+            self._close()
+            self.bell.ring()
+            self.report(self)
+
+    def _close(self) -> None:
         if self._copies is not None:
             self.uncounted = self._copies.uncounted
         self.over = True
         self._copies = None
-        self.bell.ring()
-        self.report(self)
