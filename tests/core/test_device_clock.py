@@ -26,6 +26,7 @@ class FakeDevice:
     delay: int = 8_000
     deaf: bool = False
     anchors: list[int] = attrs.field(factory=list)
+    asked: list[tuple[int, int]] = attrs.field(factory=list)
 
     def record(self) -> int | None:
         """Record an event half a delay from now, and wait for it."""
@@ -37,6 +38,7 @@ class FakeDevice:
     def elapsed_ms(self, first: int, last: int) -> float:
         """Return the distance as cudaEventElapsedTime does, of two events in their order."""
         assert first <= last
+        self.asked.append((first, last))
         return as_float32((last - first) / MS)
 
     def clock(self, **options: int) -> DeviceClock[int]:
@@ -108,6 +110,48 @@ def test_events_in_the_air_keep_their_anchor() -> None:
     start, end = clock.interval(first, first + 300, before)
     assert abs(start - first) <= 122
     assert (end - start, len(device.anchors)) == (300, taken)
+
+
+@pytest.mark.parametrize(
+    ("late", "served"), [(-1, False), (0, True), (2 * 1_000 - 1, True), (2 * 1_000, False)]
+)
+def test_an_anchor_serves_from_when_it_is_known_until_twice_its_age(
+    late: int, served: bool
+) -> None:
+    """What was issued before the host knew of it, or two renewals after it passed, asks for another."""
+    device = FakeDevice(now=MS, delay=0)
+    clock = device.clock(renew_ns=1_000)
+    assert clock.interval(MS - 20, MS - 10, MS - 30) == (MS - 20, MS - 10)
+    anchor = device.anchors[0]
+    assert (anchor, device.now) == (MS, MS)  # without a delay it is known when it passes
+    device.now = max(MS, MS + late) + 60
+    device.asked.clear()
+    clock.interval(MS + late + 20, MS + late + 50, MS + late)
+    first = device.asked[0]
+    assert first == ((anchor, MS + late + 20) if served else (MS + late + 20, device.anchors[-1]))
+
+
+@pytest.mark.parametrize(("age", "renewed"), [(999, False), (1_000, True)])
+def test_an_anchor_that_has_served_is_renewed_by_its_age(age: int, renewed: bool) -> None:
+    """The copy that finds it old is still measured from it, and the next one from a new one."""
+    device = FakeDevice(now=MS, delay=0)
+    clock = device.clock(renew_ns=1_000)
+    clock.interval(MS - 20, MS - 10, MS - 30)
+    anchor = device.anchors[0]
+    device.now = MS + age
+    for issued, expected in ((MS + 500, anchor), (MS + age, MS + age if renewed else anchor)):
+        device.asked.clear()
+        clock.interval(issued + 10, issued + 20, issued)
+        assert device.asked[0] == (expected, issued + 10)
+        device.now = MS + age
+
+
+def test_times_are_whole_nanoseconds() -> None:
+    """The middle of an odd delay is rounded: lanes are drawn at integers."""
+    device = FakeDevice(now=MS, delay=8_001)
+    told = device.clock().interval(MS - 300, MS - 100, MS - 400)
+    assert told == (MS - 300, MS - 100)
+    assert {type(when) for when in told} == {int}
 
 
 def test_without_renewal_it_would_drift() -> None:
