@@ -1,86 +1,36 @@
-"""Moves KV-cache pages between device memory and host memory while a language model serves."""
+"""Moves KV-cache pages between device memory and host memory while a language model serves.
+
+`offload/api.py` lists the names. They are imported when the first of them is used: loading torch takes longer than
+most commands of `python -m offload`.
+"""
 
 from __future__ import annotations
 
 import logging
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
-from offload import groups, layerwise, rules
-from offload.blocking import BlockingScheduler
-from offload.core.axes import Axes
-from offload.core.batch import Limits, State
-from offload.core.kinds import Direction, IoBackend, Layout, PoolKind
-from offload.core.pages import PageAllocator
-from offload.core.slots import pages_from_slots
-from offload.core.table import Rejection
-from offload.errors import (
-    GeometryError,
-    InvalidTransitionError,
-    OffloadError,
-    OutOfMemoryError,
-    OutOfPagesError,
-    RequestError,
-    SchedulerClosedError,
-    TransferCancelled,
-    TransferFailed,
-    UnknownNameError,
-    UnsupportedPairError,
-)
-from offload.explain import Verdict, explain
-from offload.group import GroupPages, PagePair, Pair, PoolGroup
-from offload.opening import open_scheduler, start_scheduler
-from offload.pool import DevicePool, HostPool
-from offload.registry import register_backend, register_driver, register_layout
-from offload.scheduler import Scheduler
-from offload.spec import PoolSpec
-from offload.statistics import DirectionStatistics, Statistics
-from offload.trace import Tracer
-from offload.transfer import Transfer
+if TYPE_CHECKING:
+    from offload.api import *
+    from offload.api import __all__ as __all__
+else:  # not for type checkers: they would let every name pass
+
+    def __getattr__(name: str) -> object:
+        """Import the public names, or the module of this name."""
+        if name.startswith("__") and name != "__all__":
+            raise AttributeError(f"module 'offload' has no attribute {name!r}", name=name)
+        if find_spec(f"offload.{name}"):
+            return import_module(f"offload.{name}")
+        api = import_module("offload.api")
+        globals().update(__all__=api.__all__, **{each: getattr(api, each) for each in api.__all__})
+        try:
+            return globals()[name]
+        except KeyError:
+            raise AttributeError(f"module 'offload' has no attribute {name!r}", name=name) from None
+
+    def __dir__() -> list[str]:
+        return list(import_module("offload.api").__all__)
+
 
 logging.getLogger(__name__).addHandler(logging.NullHandler())
-
-__all__ = [
-    "Axes",
-    "BlockingScheduler",
-    "DevicePool",
-    "Direction",
-    "DirectionStatistics",
-    "GeometryError",
-    "GroupPages",
-    "HostPool",
-    "InvalidTransitionError",
-    "IoBackend",
-    "Layout",
-    "Limits",
-    "OffloadError",
-    "OutOfMemoryError",
-    "OutOfPagesError",
-    "PageAllocator",
-    "PagePair",
-    "Pair",
-    "PoolGroup",
-    "PoolKind",
-    "PoolSpec",
-    "Rejection",
-    "RequestError",
-    "Scheduler",
-    "SchedulerClosedError",
-    "State",
-    "Statistics",
-    "Tracer",
-    "Transfer",
-    "TransferCancelled",
-    "TransferFailed",
-    "UnknownNameError",
-    "UnsupportedPairError",
-    "Verdict",
-    "explain",
-    "groups",
-    "layerwise",
-    "open_scheduler",
-    "pages_from_slots",
-    "register_backend",
-    "register_driver",
-    "register_layout",
-    "rules",
-    "start_scheduler",
-]

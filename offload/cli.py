@@ -1,8 +1,8 @@
 """The command line: `python -m offload`. One module per command, imported when it is called.
 
 A command's module has `add_parser(subparsers)`, which adds a parser and sets `run`, a function from the
-parsed arguments to an exit code. A function that raises one of our errors ends as one paragraph on
-stderr and exit code 2.
+parsed arguments to an exit code. What cannot be done, and arguments that do not parse, end as one
+paragraph on stderr and exit code 2. Only `demo` needs torch: the others answer before it would be loaded.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 if TYPE_CHECKING:
     Subparsers: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -35,6 +35,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 """By command, its module and its line of help."""
 
+PROG = "offload"
+
 READERS = ("report", "timeline", "merge", "check")
 """Commands that read a trace. It may be anybody's file."""
 
@@ -47,12 +49,18 @@ REJECTED = 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    parsed = _parser(arguments).parse_args(arguments)
-    run: Callable[[argparse.Namespace], int] = parsed.run
     from offload.errors import OffloadError
 
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    prog, command = PROG, ""
     try:
+        parser = _parser(arguments)
+        parsed, unknown = parser.parse_known_args(arguments)
+        command = parsed.command
+        prog = parser.prog = f"{PROG} {command}"
+        if unknown:
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+        run: Callable[[argparse.Namespace], int] = parsed.run
         code = run(parsed)
         sys.stdout.flush()
     except BrokenPipeError:
@@ -60,14 +68,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (OffloadError, OSError) as error:
-        print(f"offload {parsed.command}: {_told(error)}", file=sys.stderr)
+        print(f"{prog}: {_told(error)}", file=sys.stderr)
         return REJECTED
     except MISREAD as error:
-        if parsed.command not in READERS:
+        if command not in READERS:
             raise
         what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         print(
-            f"offload {parsed.command}: this is JSON, and not a trace that can be read ({what})",
+            f"{prog}: this is JSON, and not a trace that can be read ({what})",
             file=sys.stderr,
         )
         return REJECTED
@@ -99,13 +107,26 @@ def _told(error: Exception) -> str:
     return str(error)
 
 
+class _Parser(argparse.ArgumentParser):
+    """One that tells what is wrong as every other error here is told: in one line, without its usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(REJECTED, f"{self.prog}: {message.rstrip('.')}. See {self.prog} --help.\n")
+
+
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
-    """Return the parser, with the full arguments of the one command that is called."""
-    parser = argparse.ArgumentParser(
-        prog="offload", description="Moves KV-cache pages between device and host memory."
-    )
+    """Return the parser, with the full arguments of the one command that is called.
+
+    Raises:
+        UnknownNameError: There is no such command.
+    """
+    from offload.errors import UnknownNameError
+
+    parser = _Parser(prog=PROG, description="Moves KV-cache pages between device and host memory.")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
     called = next((word for word in arguments if not word.startswith("-")), None)
+    if called is not None and called not in COMMANDS:
+        raise UnknownNameError("command", called, COMMANDS)
     for name, (module, line) in COMMANDS.items():
         if name == called:
             import_module(module).add_parser(subparsers)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 
+from offload.arguments import positive
 from offload.cli import COMMANDS, REJECTED, Subparsers
 from offload.core.geometry import Component
 from offload.core.kinds import AUTO, Direction, IoBackend, Layout, PoolKind, parse
-from offload.explain import DEVICES, NOMINAL, Verdict, explain_parts
-from offload.spec import positive
+from offload.verdict import DEVICES, NOMINAL, Verdict, explain_parts
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -20,7 +20,9 @@ def add_parser(subparsers: Subparsers) -> None:
     backends = ", ".join([*IoBackend, AUTO])
     parser.add_argument("--io-backend", default=AUTO, metavar="B", help=backends)
     parser.add_argument("--direction", default="load", metavar="D", help=", ".join(Direction))
-    parser.add_argument("--device", choices=DEVICES, help="count only what runs there")
+    parser.add_argument(
+        "--device", metavar="D", help=f"count only what runs there: {', '.join(DEVICES)}"
+    )
     sizes = parser.add_argument_group("sizes")
     sizes.add_argument("--tokens", type=int, default=64, help="tokens in a page (64)")
     sizes.add_argument("--heads", type=int, default=8, help="mha: kv heads (8)")

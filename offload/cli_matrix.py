@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from offload.cli import COMMANDS, Subparsers
 from offload.core.kinds import Direction, PoolKind, parse
-from offload.explain import DEVICES, NOMINAL, Verdict, cells
+from offload.verdict import DEVICES, NOMINAL, Verdict, cells
 
 _SIZES = {
     PoolKind.MHA: "64 tokens, 8 heads, dim 128, 2 bytes",
@@ -23,7 +23,7 @@ def add_parser(subparsers: Subparsers) -> None:
     """Add the command."""
     parser = subparsers.add_parser("matrix", help=COMMANDS["matrix"][1])
     parser.add_argument("--kind", metavar="K", help=f"one of {', '.join(PoolKind)}; default: all")
-    parser.add_argument("--device", choices=DEVICES, help="only what runs there")
+    parser.add_argument("--device", metavar="D", help=f"only what runs there: {', '.join(DEVICES)}")
     parser.add_argument("--json", action="store_true", help="a list of cells, with their reasons")
     parser.set_defaults(run=run)
 

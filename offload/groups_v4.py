@@ -24,11 +24,12 @@ from typing import Literal
 import attrs
 import torch
 
+from offload.arguments import positive
 from offload.core.kinds import Layout
 from offload.errors import GeometryError, UnknownNameError
 from offload.group import Pair, PoolGroup
 from offload.pool import DevicePool
-from offload.spec import PoolSpec, positive
+from offload.spec import PoolSpec
 
 _RATIOS = (4, 128)
 

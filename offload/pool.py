@@ -13,6 +13,7 @@ from typing import Self, TypeAlias
 import torch
 
 from offload import registry
+from offload.arguments import positive
 from offload.core.axes import Axes
 from offload.core.geometry import Array, Component, ComponentGeometry, Geometry
 from offload.core.kinds import Layout
@@ -24,7 +25,7 @@ from offload.pool_adopt import adopt_device, adopt_host
 from offload.pool_base import BITS, Pool
 from offload.pool_memory import host_memory, naming_bytes, usable_device
 from offload.pool_pair import check_pair
-from offload.spec import PoolSpec, positive
+from offload.spec import PoolSpec
 
 __all__ = ["BITS", "DevicePool", "HostPool", "Pool", "check_pair"]
 

@@ -10,6 +10,7 @@ from operator import index
 import attrs
 import torch
 
+from offload.arguments import integer, positive
 from offload.core.geometry import Component
 from offload.core.kinds import PoolKind
 from offload.errors import GeometryError, RequestError, UnknownNameError, counted
@@ -118,7 +119,7 @@ class PoolSpec:
         """
         sizes = {"num_layers": num_layers, "page_size": page_size, "latent_dim": latent_dim}
         positive("PoolSpec.mla", **sizes)
-        if not 0 <= _integer("PoolSpec.mla", "rope_dim", rope_dim) < latent_dim:
+        if not 0 <= integer("PoolSpec.mla", "rope_dim", rope_dim) < latent_dim:
             raise GeometryError(
                 "PoolSpec.mla",
                 expected={
@@ -290,18 +291,3 @@ def _component(
     dim = prod(row_shape) // heads
     part = Component(name, tokens=tokens, heads=heads, dim=dim, itemsize=dtype.itemsize)
     return ComponentSpec(part, dtype, row_shape)
-
-
-def _integer(subject: str, name: str, size: object) -> int:
-    if isinstance(size, bool) or not isinstance(size, int):
-        raise GeometryError(
-            subject, expected={name: "an integer"}, got={name: f"{size!r} ({type(size).__name__})"}
-        )
-    return size
-
-
-def positive(subject: str, **sizes: int) -> None:
-    """Raise with every size that is not a positive integer."""
-    wrong = {name: size for name, size in sizes.items() if _integer(subject, name, size) < 1}
-    if wrong:
-        raise GeometryError(subject, expected=dict.fromkeys(wrong, "at least 1"), got=wrong)

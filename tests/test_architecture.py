@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,15 +31,16 @@ OPTIONAL = {
 EDGES: dict[str, set[str]] = {
     "errors": {"core"},  # core.kinds alone: a test below
     "core": {"errors"},
+    "arguments": {"errors"},
     "counters": set(),
     "logs": {"counters"},
     "registry": {"core", "errors"},
-    "spec": {"core", "errors"},
+    "spec": {"arguments", "core", "errors"},
     "pinned": {"driver"},
-    "pool": {"core", "errors", "pinned", "registry", "spec"},
-    "explain": {"core", "errors", "registry", "spec"},
+    "pool": {"arguments", "core", "errors", "pinned", "registry", "spec"},
+    "verdict": {"core", "errors", "registry", "spec"},
     "group": {"core", "errors", "pool", "spec"},
-    "groups": {"core", "errors", "group", "pool", "spec"},
+    "groups": {"arguments", "core", "errors", "group", "pool", "spec"},
     "rules": {"core", "errors"},
     "backend": {"core", "errors", "pool", "registry", "driver"},
     "driver": {"core", "errors"},
@@ -64,7 +67,7 @@ SCHEDULER: set[str] = {
 }
 """Pieces of the scheduler: they may import any inner room and each other."""
 
-OUTER: set[str] = {"testing", "cli", "demo", "__main__", "__init__"}
+OUTER: set[str] = {"testing", "cli", "demo", "api", "__main__", "__init__"}
 """Doors: they may import everything."""
 
 
@@ -184,3 +187,19 @@ def test_public_names_exist_once() -> None:
     """`offload.__all__` has no duplicates, and every name in it exists."""
     assert len(offload.__all__) == len(set(offload.__all__))
     assert [name for name in offload.__all__ if not hasattr(offload, name)] == []
+
+
+def test_public_names_come_when_they_are_used() -> None:
+    """Names, modules and `*` are found in a fresh interpreter, and a misspelt name is an AttributeError."""
+    code = (
+        "import sys, offload\n"
+        "assert 'torch' not in sys.modules\n"
+        "offload.errors.OffloadError, offload.testing.SimDriver\n"
+        "assert isinstance(offload.explain, type(lambda: 0))\n"
+        "assert dir(offload) == sorted(offload.__all__)\n"
+        "from offload import *\n"
+        "assert DevicePool is offload.DevicePool\n"
+        "for name in ('DevicePol', '__wrapped__'):\n"
+        "    assert not hasattr(offload, name)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=50)

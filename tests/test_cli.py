@@ -105,13 +105,49 @@ def test_bad_arguments_exit_2(
     assert said in err
 
 
-def test_arguments_that_do_not_parse_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
-    """An unknown command or option ends as argparse ends it."""
-    for arguments in (["matrixx"], ["matrix", "--kindd"], []):
-        with pytest.raises(SystemExit) as caught:
-            main(arguments)
-        assert caught.value.code == 2
-    assert "usage: offload" in capsys.readouterr().err
+MISUSED = {
+    "no command": (
+        [],
+        "offload: the following arguments are required: command. See offload --help.",
+    ),
+    "option": (
+        ["matrix", "--kindd"],
+        "offload matrix: unrecognized arguments: --kindd. See offload matrix --help.",
+    ),
+    "nothing asked": (
+        ["explain"],
+        (
+            "offload explain: the following arguments are required: --kind, --layout. See offload "
+            "explain --help."
+        ),
+    ),
+    "no number": (
+        [*EXPLAIN, "--heads", "x"],
+        "offload explain: argument --heads: invalid int value: 'x'. See offload explain --help.",
+    ),
+    "command": (
+        ["matrixx"],
+        (
+            "offload: unknown command 'matrixx'; did you mean 'matrix'? Choices: 'matrix', 'explain', "
+            "'demo', 'report', 'timeline', 'merge', 'check', 'view'."
+        ),
+    ),
+    "device": (
+        ["matrix", "--device", "tpu0"],
+        "offload matrix: unknown device 'tpu0'. Choices: 'cpu', 'cuda'.",
+    ),
+}
+
+
+@pytest.mark.parametrize(("arguments", "said"), MISUSED.values(), ids=MISUSED.keys())
+def test_misuse_is_told_in_one_line(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whoever finds the mistake, argparse or the library: one paragraph with a way out, and exit code 2."""
+    with pytest.raises(SystemExit) as caught:
+        sys.exit(main(arguments))
+    assert caught.value.code == 2
+    assert capsys.readouterr() == ("", f"{said}\n")
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,6 +157,42 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert caught.value.code == 0
     out = capsys.readouterr().out
     assert [name for name in COMMANDS if name not in out] == []
+
+
+QUICK = {
+    "help": ["--help"],
+    "matrix": ["matrix"],
+    "explain": [*EXPLAIN, "--layout", "page_head"],
+    "report": ["report", "TRACE", "--json"],
+    "timeline": ["timeline", "TRACE", "-o", "OUT"],
+    "check": ["check", "TRACE"],
+    "misuse": ["matrixx"],
+}
+
+
+@pytest.mark.parametrize("arguments", QUICK.values(), ids=QUICK.keys())
+def test_a_command_loads_no_torch(arguments: list[str], tmp_path: Path) -> None:
+    """Whoever asks a question waits for the answer, not for torch and an event loop to be imported."""
+    trace = tmp_path / "empty.json"
+    trace.write_text('{"traceEvents": []}', "utf-8")
+    paths = {"TRACE": str(trace), "OUT": str(tmp_path / "picture.svg")}
+    code = (
+        "import sys\n"
+        "from offload.cli import main\n"
+        "try:\n"
+        "    main(sys.argv[1:])\n"
+        "except SystemExit:\n"
+        "    pass\n"
+        "print({'torch', 'anyio'} & set(sys.modules), file=sys.stderr)"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code, *(paths.get(word, word) for word in arguments)],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=50,
+    )
+    assert run.stderr.splitlines()[-1] == "set()"
 
 
 def test_verdicts_hold_without_asserts() -> None:

@@ -9,10 +9,10 @@ import torch
 
 from offload.core.kinds import Direction, IoBackend, Layout, PoolKind
 from offload.errors import UnknownNameError
-from offload.explain import cells, explain
 from offload.pool import DevicePool, HostPool
 from offload.registry import table
 from offload.spec import PoolSpec
+from offload.verdict import cells, explain
 
 SPECS = {
     PoolKind.MHA: PoolSpec.mha(num_layers=4, page_size=4, num_kv_heads=2, head_dim=8),

@@ -12,9 +12,9 @@ from offload.core.geometry import Geometry
 from offload.core.kinds import Direction, IoBackend, Layout, PoolKind
 from offload.core.table import Rejection
 from offload.errors import RequestError, UnknownNameError, UnsupportedPairError
-from offload.explain import cells, explain
 from offload.pool import HostPool
 from offload.spec import PoolSpec
+from offload.verdict import cells, explain
 
 SPEC = PoolSpec.mha(num_layers=3, page_size=4, num_kv_heads=2, head_dim=8)
 

@@ -14,7 +14,7 @@ from offload.backend.cpu import CpuBackend
 from offload.core.kinds import Direction
 from offload.core.table import Rejection
 from offload.errors import RequestError, TransferFailed, UnknownNameError, UnsupportedPairError
-from offload.explain import cells, explain
+from offload.verdict import cells, explain
 from tests.sched import SPEC, check_left, contents, pools
 
 PATIENCE = 5.0

@@ -16,8 +16,8 @@ import offload
 from offload import DevicePool, HostPool, PoolSpec
 from offload.core.kinds import Direction, IoBackend, Layout
 from offload.core.pages import PagesLike
-from offload.explain import cells
 from offload.testing import Hooks, ThreadsDriver
+from offload.verdict import cells
 from tests import oracle
 from tests.sched import contents, on_both, overwrite
 

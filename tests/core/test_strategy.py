@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from itertools import product
+from typing import cast
 
 import pytest
 
 from offload.core.axes import Axes
-from offload.core.geometry import Component, Geometry
+from offload.core.checks import worst_runs
+from offload.core.geometry import Component, Geometry, matched
 from offload.core.kinds import AUTO, Direction, IoBackend, Layout, PoolKind
 from offload.core.layout import device_geometry, host_geometry
 from offload.core.strategy import LONG_RUN, Table, auto_order, resolve
 from offload.core.table import TABLE, Rejection, Strategy
 from offload.errors import UnsupportedPairError
-from offload.explain import NOMINAL
+from offload.verdict import NOMINAL
 
 CELLS = list(product(PoolKind, Layout, IoBackend, Direction))
 IDS = ["-".join(cell) for cell in CELLS]
@@ -238,6 +240,56 @@ def test_registered_columns_decide_for_themselves() -> None:
     assert table.resolve(*args, "mine", host, device) == "my_copies"
     with pytest.raises(UnsupportedPairError, match="'staged', 'cpu' or 'mine'; or keep"):
         table.resolve(*args, "direct", host, device)
+
+
+BROKEN: dict[str, tuple[object, str]] = {
+    "raises": (ValueError("no runs"), "its column raised ValueError('no runs')"),
+    "nothing": (None, "its column returned None, which is no strategy's name and no Rejection"),
+    "an empty name": ("", "its column returned '', which is no strategy's name and no Rejection"),
+    "a number": (5, "its column returned 5, which is no strategy's name and no Rejection"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_broken_column_rejects_and_says_why(case: str) -> None:
+    """A column that raises, or returns neither a name nor a rejection, is a cell that copies nothing."""
+    host, device = pair(PoolKind.MHA, Layout.PAGE_FIRST)
+    answer, reason = BROKEN[case]
+
+    def column(*_: object) -> str:
+        if isinstance(answer, Exception):
+            raise answer
+        return cast("str", answer)
+
+    table = Table(columns={"mine": column})
+    verdict = table.judge(PoolKind.MHA, Direction.LOAD, "mine", host, device)
+    assert verdict == Rejection(reason)
+
+
+def test_a_column_may_reject_in_its_own_words() -> None:
+    """What a registered column gives as its reason is the reason."""
+    host, device = pair(PoolKind.MHA, Layout.PAGE_FIRST)
+    table = Table(columns={"mine": lambda *_: Rejection("it is Tuesday")})
+    verdict = table.judge(PoolKind.MHA, Direction.LOAD, "mine", host, device)
+    assert verdict == Rejection("it is Tuesday")
+
+
+def test_a_missing_package_is_named() -> None:
+    """An io backend whose package is not installed is a rejection that says which, and how to get it."""
+    host, device = pair(PoolKind.MHA, Layout.PAGE_FIRST)
+    table = Table(missing={"kernel": "triton"})
+    verdict = table.judge(PoolKind.MHA, Direction.LOAD, "kernel", host, device)
+    assert verdict == Rejection("it needs triton, which is not installed (extra 'kernel')")
+    assert table.resolve(PoolKind.MHA, Direction.LOAD, "staged", host, device)
+
+
+@pytest.mark.parametrize(("dims", "worst"), [((8, 6), 6), ((6, 8), 6), ((8, 8), 8)])
+def test_the_worst_runs_are_the_shortest_of_as_many(dims: tuple[int, int], worst: int) -> None:
+    """Of components that are cut into as many runs the one with the shortest counts, wherever it stands."""
+    parts = tuple(Component(name, 4, 2, dim, 2) for name, dim in zip("kv", dims, strict=True))
+    host, device = pair(PoolKind.MHA, Layout.PAGE_FIRST, parts)
+    part, runs = worst_runs(matched(host, device))
+    assert (part.component.dim, runs.count, runs.nbytes) == (worst, 4, 2 * worst * 2)
 
 
 def test_auto_gives_every_reason_once() -> None:

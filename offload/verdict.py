@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from typing import TYPE_CHECKING
 
 import attrs
 
@@ -14,7 +15,9 @@ from offload.core.kinds import AUTO, Direction, IoBackend, Layout, PoolKind, par
 from offload.core.layout import device_geometry, host_geometry
 from offload.core.strategy import Table
 from offload.errors import GeometryError, UnknownNameError, UnsupportedPairError, counted, one_of
-from offload.spec import PoolSpec
+
+if TYPE_CHECKING:  # for its name alone: it needs torch, and answers do not
+    from offload.spec import PoolSpec
 
 DEVICES = ("cpu", "cuda")
 
