@@ -6,10 +6,8 @@ happens then is `offload.shell`.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from itertools import islice
 from types import TracebackType
 from typing import Self
 
@@ -19,12 +17,10 @@ from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 
 from offload import acts
 from offload.admission import admit, submit_nowait
-from offload.core.batch import Piece
-from offload.core.events import Cancel
+from offload.closing import Closing, check_deadline
 from offload.core.kinds import Direction
 from offload.core.pages import PagesLike
 from offload.counters import Counters
-from offload.errors import RequestError
 from offload.flight_warm import warm_up
 from offload.group import PagePair, PoolGroup
 from offload.shell import Shell
@@ -33,25 +29,29 @@ from offload.submit import After, Submission
 from offload.threadface import ThreadFace
 from offload.transfer import Transfer
 
-_CLOSE_CHUNK = 256
-"""Requests cancelled per turn while closing: about 3 ms of the loop."""
-
 
 @attrs.define(eq=False, repr=False)
 class Scheduler:
     """Moves pages between the pools of a group. Made by `open_scheduler`; belongs to one event loop."""
 
     _shell: Shell
-    _closed: anyio.Event | None = None
+    _closing: Closing = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._closing = Closing(self._shell)
 
     # Life ------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
-        self._shell.open()
+        try:
+            self._shell.open()
+        except BaseException:
+            self._shell.tenancy.give_back()
+            raise
         try:
             await warm_up(self._shell.driver, self._shell.desk.router.cold())
         except BaseException:
-            await self.aclose()
+            await self._closing.leave()
             raise
         return self
 
@@ -61,7 +61,7 @@ class Scheduler:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        await self.aclose()
+        await self._closing.leave()
         if self._shell.fault is not None:
             if error is None:
                 raise self._shell.fault
@@ -72,84 +72,15 @@ class Scheduler:
         """Stop intake, cancel what is queued, and wait until nothing moves any more.
 
         Cannot be interrupted by cancellation: memory must not go away under a copy. Any task of the
-        loop, any number of times; a later call waits for the first. In a forked child it returns at once.
+        loop, any number of times; a later call waits for the first, and finishes what a signal broke off.
+        In a forked child it returns at once.
 
         Args:
             drain: Finish what is queued instead of cancelling it.
             deadline: On the scheduler's clock; what is still queued then is cancelled after all.
         """
-        if self._shell.home.forked:
-            self._shell.closing = True  # its threads and copies are the parent's
-            return
-        self._shell.home.check_process("close")
-        if deadline is not None and not _is_time(deadline):
-            raise RequestError(
-                f"deadline is {deadline!r}; it takes a time on the scheduler's clock, or None"
-            )
-        with anyio.CancelScope(shield=True):
-            if self._closed is not None:
-                await self._closed.wait()
-                return
-            self._closed = anyio.Event()
-            try:
-                await self._close(drain, deadline)
-            finally:
-                self._closed.set()
-
-    async def _close(self, drain: bool, deadline: float | None) -> None:
-        shell = self._shell
-        shell.stop_intake()
-        if drain and deadline is not None and not math.isinf(deadline):
-            shell.timer.call_at(deadline, self._cancel_queued_soon)
-        shell.take_inbox()
-        acts.let_go_of_all(shell)
-        if not drain:
-            await self._cancel_queued()
-        else:
-            await self._cancel_unwritten()
-        shell.ask_for_turn()
-        await checkpoint()
-        await self._until_quiet()
-        shell.close()
-
-    async def _cancel_queued(self) -> None:
-        """Cancel everything that was not issued, a chunk per turn of the loop."""
-        requests = iter(self._shell.machine.names())
-        while self._cancel_some(requests, _unissued):
-            await checkpoint()
-
-    def _cancel_queued_soon(self) -> None:
-        """Do the same from now on; nobody waits for it."""
-        requests = iter(self._shell.machine.names())
-
-        def some() -> None:
-            if self._cancel_some(requests, _unissued):
-                self._shell.home.post(some)
-            self._shell.ask_for_turn()
-
-        some()
-
-    async def _cancel_unwritten(self) -> None:
-        """Cancel streaming backups that wait for a forward: nobody will drain them."""
-        requests = iter(self._shell.machine.names())
-        while self._cancel_some(requests, _unwritten):
-            await checkpoint()
-
-    def _cancel_some(self, requests: Iterator[int], which: Callable[[Piece], bool]) -> bool:
-        """Cancel those of the next chunk that are such; return whether there may be more."""
-        chunk = list(islice(requests, _CLOSE_CHUNK))
-        for request in chunk:
-            piece = self._shell.machine.find(request)
-            if piece is not None and piece.parent is None and which(piece):
-                self._shell.handle(Cancel(request))
-        return len(chunk) == _CLOSE_CHUNK
-
-    async def _until_quiet(self) -> None:
-        shell = self._shell
-        while shell.working:
-            await shell.driver.quiesce()
-            if shell.working:
-                await shell.change()
+        check_deadline(deadline)
+        await self._closing.close(drain, deadline)
 
     # Submit ------------------------------------------------------------------------------------------
 
@@ -366,17 +297,3 @@ class Scheduler:
 
     def __repr__(self) -> str:
         return f"<Scheduler {self._shell.described()}>"
-
-
-def _unissued(piece: Piece) -> bool:
-    return piece.unissued
-
-
-def _unwritten(piece: Piece) -> bool:
-    """Return whether a forward has not written all of a streaming backup."""
-    return piece.stream is not None and len(piece.stream.written) < piece.last
-
-
-def _is_time(value: object) -> bool:
-    """Return whether this is a number other than nan."""
-    return isinstance(value, (int, float)) and not math.isnan(value)

@@ -50,11 +50,16 @@ class Tenancy:
                     "each scheduler pools of its own."
                 )
         self.home = home
-        self._own(self)
+        for pair in self.machine.tables:
+            for table in pair:
+                table.owner = self
 
     def give_back(self) -> None:
-        """Make the pools' tables nobody's."""
-        self._own(None)
+        """Make the pools' tables nobody's, as far as they are ours."""
+        for pair in self.machine.tables:
+            for table in pair:
+                if table.owner is self:
+                    table.owner = None
 
     def bury(self) -> None:
         """After the loop's end, let go of the pools as soon as nothing moves any more. Any thread."""
@@ -66,10 +71,4 @@ class Tenancy:
         if not still:
             with self._burial:
                 self.machine.forget()
-                if any(table.owner is self for pair in self.machine.tables for table in pair):
-                    self.give_back()
-
-    def _own(self, owner: Tenancy | None) -> None:
-        for pair in self.machine.tables:
-            for table in pair:
-                table.owner = owner
+                self.give_back()

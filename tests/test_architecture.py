@@ -63,6 +63,7 @@ SCHEDULER: set[str] = {
         "acts",
         "ledger",
         "tenancy",
+        "closing",
     ),
 }
 """Pieces of the scheduler: they may import any inner room and each other."""

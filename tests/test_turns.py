@@ -8,8 +8,7 @@ import anyio
 import pytest
 
 import offload
-from offload import acts, shell, timer
-from offload import scheduler as face
+from offload import acts, closing, shell, timer
 from offload.testing import Hooks, ThreadsDriver
 from tests.sched import contents, on_both, sim_scheduler, state, threads_scheduler
 
@@ -93,7 +92,7 @@ async def test_deadlines_of_one_moment_are_kept_in_several_turns() -> None:
 async def test_a_drain_gives_up_a_few_at_a_time(streaming: bool) -> None:
     """What a drain cancels, at its deadline or because no forward will write it, it cancels in several turns."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(face, "_CLOSE_CHUNK", 2)
+        patch.setattr(closing, "_CHUNK", 2)
         hooks = Hooks()
         gate = hooks.gate()
         async with threads_scheduler(driver=ThreadsDriver(hooks=hooks)) as (scheduler, *_):
