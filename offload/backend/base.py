@@ -112,6 +112,7 @@ class PoolCopy:
 
     runs: Runs
     layer_bytes: int
+    """Bytes of one layer."""
 
     @classmethod
     def of(cls, device: DevicePool, host: HostPool, direction: Direction, runs: Runs) -> PoolCopy:
@@ -132,6 +133,10 @@ class PoolCopy:
     def pages(self) -> tuple[Pages, Pages]:
         """Source and destination pages, one pair per page."""
         return self.runs.pages
+
+    def nbytes(self, layer: int) -> int:
+        """Return the bytes of one pool layer."""
+        return self.layer_bytes
 
     def poison(self, layer: int) -> None:
         """Fill the destination bytes of one pool layer with `POISON`."""

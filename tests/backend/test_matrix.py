@@ -12,7 +12,7 @@ import torch
 
 from offload.backend import make_backend
 from offload.backend.base import POISON, Backend, LayerWork, Prepared
-from offload.backend.cpu import Way, _Pages
+from offload.backend.cpu_ways import ByRuns, Gather, Relay, Scatter, Way, choose
 from offload.core.kinds import Direction, IoBackend, Layout, PoolKind
 from offload.core.layout import device_geometry, host_geometry
 from offload.core.plan import Runs, coalesce
@@ -251,33 +251,38 @@ def test_the_number_of_cells_is_told(capsys: pytest.CaptureFixture[str]) -> None
         )
 
 
-@pytest.mark.parametrize("way", Way)
+WAYS: dict[str, type[Way]] = {"RUN": ByRuns, "GATHER": Gather, "SCATTER": Scatter, "RELAY": Relay}
+"""By what the constants of their costs are called."""
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("layout", Layout)
 @pytest.mark.parametrize("name", ["mha", "mla"])
 @pytest.mark.parametrize("direction", Direction)
 def test_every_way_of_the_cpu_backend_copies_the_same(
-    way: Way, layout: Layout, name: str, direction: Direction, monkeypatch: pytest.MonkeyPatch
+    way: str, layout: Layout, name: str, direction: Direction, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Which of the four ways is chosen is a matter of speed alone."""
     if not supported(name, layout, IoBackend.CPU, direction):
         return
-    for cost in Way:
-        price = 0.0 if cost is way else 1.0
-        word = cost.name.removesuffix("S")
-        monkeypatch.setattr(f"offload.backend.cpu._{word}_CALL", price)
-        monkeypatch.setattr(f"offload.backend.cpu._{word}_BYTE", price)
-    monkeypatch.setattr("offload.backend.cpu._RELAY_BUFFER", 700)
-    monkeypatch.setattr("offload.backend.cpu._packed", lambda both: True)
+    for each in WAYS:
+        price = 0.0 if each == way else 1.0
+        monkeypatch.setattr(f"offload.backend.cpu_ways._{each}_CALL", price)
+        monkeypatch.setattr(f"offload.backend.cpu_ways._{each}_BYTE", price)
+    monkeypatch.setattr("offload.backend.cpu_ways._RELAY_BUFFER", 700)
+    monkeypatch.setattr(
+        "offload.backend.cpu.choose", lambda runs, nbytes, packed: choose(runs, nbytes, packed=True)
+    )
     for pairs in page_sets(direction)[1:]:
-        assert _Pages.of(runs_of(pairs), 100, packed=True).way is way
+        assert type(choose(runs_of(pairs), 100, packed=True)) is WAYS[way]
         check(make_backend("cpu"), lambda: pools(name, layout), direction, pairs)
 
 
 def test_pages_that_do_not_lie_together_are_never_scattered_straight_from_the_pool() -> None:
     """Scattering is for packed sources; a strided source goes through the small buffer."""
     runs = runs_of([(page, 2 * (page * 5 % 1024)) for page in range(1024)])
-    assert _Pages.of(runs, 1 << 22, packed=True).way is Way.SCATTER
-    assert _Pages.of(runs, 1 << 22, packed=False).way is Way.RELAY
+    assert isinstance(choose(runs, 1 << 22, packed=True), Scatter)
+    assert isinstance(choose(runs, 1 << 22, packed=False), Relay)
 
 
 @pytest.mark.parametrize("io_backend", ON_CPU)
