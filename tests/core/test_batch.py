@@ -117,6 +117,17 @@ def test_the_prefix_of_landed_layers_has_no_gap() -> None:
         assert stream.prefix == prefix
 
 
+def test_an_end_counts_layers_that_landed_in_any_order() -> None:
+    """Who reads what a backup left is told how many of its layers are there, with or without a gap before."""
+    owner = piece(7)
+    owner.stream = StreamState()
+    owner.stream.land(2)
+    assert owner.end() == "load 7, which was cancelled when 1 of 3 layers had landed"
+    owner.error = ValueError("no")
+    owner.stream.land(0)
+    assert owner.end() == "load 7, which failed (ValueError('no')) when 2 of 3 layers had landed"
+
+
 @pytest.mark.parametrize(
     ("earlier", "later"),
     [

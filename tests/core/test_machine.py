@@ -253,6 +253,21 @@ def test_cancel_in_the_air_settles_now_and_unlocks_when_drained() -> None:
     rig.check_quiet()
 
 
+def test_names_are_of_all_that_hold_pages() -> None:
+    """Requests that are queued, in the air or draining, and layers that were written; not who is through."""
+    rig = Rig()
+    a, b, c = rig.load([0], [0]), rig.load([1], [1]), rig.backup([2], [2], streaming=True)
+    layer = rig.written(c, 0)
+    assert rig.machine.names() == [a, b, c, layer]
+    rig.do(Cancel(a))
+    rig.do(Flush())
+    rig.do(Cancel(b))
+    assert rig.machine.names() == [b, c, layer]
+    assert [piece.id for piece in rig.machine.live()] == [c]
+    rig.do(Ended(1))
+    assert rig.machine.names() == [c, layer]
+
+
 def test_a_cancelled_request_that_lands_all_the_same_unlocks_once() -> None:
     """A cancel that comes too late to stop the copies changes nothing about when pages come back."""
     rig = Rig()
