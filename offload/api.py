@@ -11,6 +11,7 @@ from offload.core.pages import PageAllocator
 from offload.core.slots import pages_from_slots
 from offload.core.table import Rejection
 from offload.errors import (
+    CudaError,
     GeometryError,
     InvalidTransitionError,
     OffloadError,
@@ -37,6 +38,7 @@ from offload.verdict import Verdict, explain
 __all__ = [
     "Axes",
     "BlockingScheduler",
+    "CudaError",
     "DevicePool",
     "Direction",
     "DirectionStatistics",

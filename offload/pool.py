@@ -134,6 +134,7 @@ class HostPool(Pool):
                 order that is not page-major.
             RequestError: `pinned=True`, and there is no CUDA.
             OutOfMemoryError: This machine has too little memory.
+            CudaError: CUDA refuses to lock it, for another reason.
         """
         positive("HostPool.allocate", num_pages=num_pages)
         positive("HostPool.allocate", page_align=1 if page_align is None else page_align)

@@ -9,10 +9,14 @@ from contextlib import contextmanager
 
 import torch
 
-from offload.errors import OutOfMemoryError, RequestError
+from offload.errors import CudaError, OutOfMemoryError, RequestError
 
 ALIGNMENT = 4096
 """Bytes. What direct file I/O and memory registration ask of an address."""
+
+
+_CUDA_OUT_OF_MEMORY = 2
+"""What the CUDA driver returns where it cannot lock so much memory."""
 
 
 def host_memory(nbytes: int) -> torch.Tensor:
@@ -64,7 +68,9 @@ def naming_bytes(call: str, *, num_pages: int, nbytes: int, where: str) -> Itera
     """
     try:
         yield
-    except (MemoryError, OverflowError, OSError, torch.OutOfMemoryError) as error:
+    except (MemoryError, OverflowError, OSError, torch.OutOfMemoryError, CudaError) as error:
         if isinstance(error, OSError) and error.errno != errno.ENOMEM:
+            raise
+        if isinstance(error, CudaError) and error.error_code != _CUDA_OUT_OF_MEMORY:
             raise
         raise OutOfMemoryError(call, num_pages=num_pages, nbytes=nbytes, where=where) from error

@@ -32,7 +32,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from offload.driver.cuda_calls import CudaError, Launch, RawEvent, RawStream, Spans, Words
+from offload.driver.cuda_calls import Launch, RawEvent, RawStream, Spans, Words
+from offload.errors import CudaError
 from offload.testing_cuda_device import FakeDevice
 from offload.testing_cuda_model import FakeEvent, FakeStream, crosses, join, ordered, overlap, weak
 

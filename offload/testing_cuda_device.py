@@ -11,7 +11,8 @@ from typing import cast
 
 import torch
 
-from offload.driver.cuda_calls import CudaError, RawStream, Spans
+from offload.driver.cuda_calls import RawStream, Spans
+from offload.errors import CudaError
 from offload.testing_cuda_model import (
     Access,
     Call,

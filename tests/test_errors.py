@@ -10,6 +10,7 @@ import pytest
 from offload import errors
 from offload.core.kinds import Direction, IoBackend, Layout, PoolKind, parse
 from offload.errors import (
+    CudaError,
     GeometryError,
     InvalidTransitionError,
     OffloadError,
@@ -210,6 +211,10 @@ GOLDEN: dict[str, tuple[OffloadError, str]] = {
             f"backed up again; {DRAINING}"
         ),
     ),
+    "cuda": (
+        CudaError("cuMemHostRegister", 712, "part of it is registered already"),
+        "cuMemHostRegister returned CUDA error 712 (part of it is registered already)",
+    ),
     "transition": (
         InvalidTransitionError(event="Landed", state="queued", story=("submitted", "cancelled")),
         (
@@ -245,6 +250,12 @@ def test_every_class_has_a_golden_text() -> None:
     assert classes - {type(error) for error, _ in GOLDEN.values()} == {OffloadError}
 
 
+def test_classes_are_at_home_in_one_place() -> None:
+    """A traceback and a pickle name `offload.errors`, in whatever file a class is written."""
+    homes = {vars(errors)[name].__module__ for name in errors.__all__}
+    assert homes == {"offload.errors"}
+
+
 def test_ancestry() -> None:
     """Faults of the caller are ValueErrors; a cancelled transfer is a failed one."""
     faults = {UnsupportedPairError, UnknownNameError, GeometryError, RequestError}
@@ -252,6 +263,7 @@ def test_ancestry() -> None:
     others = {OutOfPagesError, SchedulerClosedError, TransferFailed, InvalidTransitionError}
     assert not any(issubclass(each, ValueError) for each in others)
     assert issubclass(OutOfMemoryError, MemoryError)
+    assert issubclass(CudaError, RuntimeError)
     assert issubclass(TransferCancelled, TransferFailed)
 
 

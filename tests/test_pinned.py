@@ -15,7 +15,7 @@ import torch
 from offload import pinned
 from offload.backend import make_backend
 from offload.core.kinds import Direction, Layout
-from offload.driver.cuda_calls import CudaError
+from offload.errors import CudaError, OffloadError, OutOfMemoryError
 from offload.pinned import _cpus_near, chunk_bounds, pinned_memory
 from offload.pool import DevicePool, HostPool, Pool
 from offload.spec import PoolSpec
@@ -66,6 +66,17 @@ def test_a_chunk_that_fails_leaves_nothing_registered(fake: FakeCuda, nth: int) 
         pinned_memory(3 * SMALL, granule=1024)
     assert fake.registered == {}
     assert len(fake.named("unregister")) == nth - 1
+
+
+@pytest.mark.parametrize(("code", "kind"), [(2, OutOfMemoryError), (712, CudaError)])
+def test_what_cuda_refuses_to_lock_is_an_error_of_ours(
+    fake: FakeCuda, code: int, kind: type[OffloadError]
+) -> None:
+    """Too little memory is told as it is without a GPU; anything else by CUDA's own number."""
+    fake.fail(code, nth=1, name="register")
+    with pytest.raises(kind) as caught:
+        HostPool.allocate(SPEC, num_pages=4, pinned=True)
+    assert isinstance(caught.value, OffloadError)
 
 
 @pytest.mark.parametrize("granule", [1, 1024, 1155, 4096, 12288, 37440, SMALL])

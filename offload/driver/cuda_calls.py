@@ -34,16 +34,6 @@ STICKY = frozenset({226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721, 810, 
 that the process must be terminated to go on using CUDA."""
 
 
-class CudaError(RuntimeError):
-    """A call of the CUDA driver failed."""
-
-    def __init__(self, call: str, error_code: int, text: str = "") -> None:
-        self.call = call
-        self.error_code = error_code
-        detail = f" ({text})" if text else ""
-        super().__init__(f"{call} returned CUDA error {error_code}{detail}")
-
-
 class RawStream(Protocol):
     """A stream as the calls make it."""
 

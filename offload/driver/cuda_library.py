@@ -11,7 +11,8 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
-from offload.driver.cuda_calls import CudaError, Words
+from offload.driver.cuda_calls import Words
+from offload.errors import CudaError
 
 _BATCH_VERSION = 12_080  # the version whose cuMemcpyBatchAsync has nine arguments
 

@@ -12,8 +12,9 @@ import pytest
 
 import offload
 from offload.driver import cuda_calls, cuda_library
-from offload.driver.cuda_calls import CudaError, Words
+from offload.driver.cuda_calls import Words
 from offload.driver.cuda_library import DriverLibrary
+from offload.errors import CudaError
 
 ROOT = Path(offload.__file__).parent
 QUESTION = "torch.cuda.is_available"
