@@ -10,7 +10,7 @@ from offload import registry
 from offload.backend import make_backend, missing
 from offload.backend.base import Backend, JoinsLayers, JoinsMembers, Prepared, WarmsUp
 from offload.core.kinds import AUTO, Direction
-from offload.core.plan import CopyPlan
+from offload.core.plan import Plan, Runs
 from offload.errors import UnsupportedPairError, told
 from offload.group import Member, PoolGroup
 from offload.pool import DevicePool
@@ -25,6 +25,14 @@ class Leg:
     io_backend: str
     strategy: str
     backend: Backend
+
+    def prepare(self, direction: Direction, runs: Runs) -> Prepared:
+        """Make the copies of these runs ready."""
+        member = self.member
+        copies: Prepared | None = self.backend.prepare(member.device, member.host, direction, runs)
+        if copies is None:  # taken for a member that moves no pages, it would move none
+            raise TypeError(f"io backend {self.io_backend!r} prepared None")
+        return copies
 
 
 @attrs.frozen(eq=False)
@@ -81,22 +89,14 @@ class Route:
             spans=direction is Direction.BACKUP and any(spanners),
         )
 
-    def prepare(self, plan: CopyPlan) -> Copies:
+    def prepare(self, plan: Plan) -> Copies:
         """Make the copies of a plan ready, on the stream's own thread."""
         prepared: list[Prepared | None] = [None] * len(self.legs)
         pages = [0] * len(self.legs)
-        for part in plan.parts:
-            if not part.num_pages:
-                continue
-            leg = self.legs[part.member]
-            member = leg.member
-            pages[part.member] = part.num_pages
-            copies: Prepared | None = leg.backend.prepare(
-                member.device, member.host, self.direction, part.runs
-            )
-            if copies is None:  # taken for a member that moves no pages, it would move none
-                raise TypeError(f"io backend {leg.io_backend!r} prepared None")
-            prepared[part.member] = copies
+        for member, runs in plan.items():
+            if runs.num_pages:
+                pages[member] = runs.num_pages
+                prepared[member] = self.legs[member].prepare(self.direction, runs)
         return Copies(self, prepared, pages)
 
     def warm_up(self) -> None:

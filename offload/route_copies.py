@@ -72,17 +72,17 @@ class Copies:
 
     def size(self, layer: int) -> tuple[int, int, int]:
         """Return bytes, copies asked for, and copies made, of one model layer."""
-        prepared = self._prepared
         members, jobs = self._route.layers[layer]
+        nbytes, asked = self._totals.get(members) or self._total(members)
         made = 0
         try:
             for member, pool_layer in jobs:
-                copies = prepared[member]
+                copies = self._prepared[member]
                 if copies is not None:
                     made += copies.num_ops(pool_layer)
         except Exception as error:  # noqa: BLE001 - somebody else's code; the bytes have landed all the same
             self.uncounted = error
-        return *(self._totals.get(members) or self._total(members)), made
+        return nbytes, asked, made
 
     def span_size(self, first: int, end: int) -> tuple[int, int, int]:
         """Return the same of several layers that went as one work."""
@@ -132,8 +132,10 @@ class Copies:
         return (self._totals.get(members) or self._total(members))[0]
 
     def _total(self, members: tuple[int, ...]) -> tuple[int, int]:
-        route, pages = self._route, self._pages
-        nbytes = sum(pages[member] * route.page_bytes[member] for member in members)
-        asked = sum(pages[member] * route.components[member] for member in members)
+        route = self._route
+        nbytes = asked = 0
+        for member in members:
+            nbytes += self._pages[member] * route.page_bytes[member]
+            asked += self._pages[member] * route.components[member]
         total = self._totals[members] = nbytes, asked
         return total

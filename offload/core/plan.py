@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import TypeAlias
 
 import attrs
 import numpy as np
@@ -95,7 +96,7 @@ def coalesce(source: Pages, destination: Pages, scratch: Scratch | None = None) 
     """
     n = len(source)
     if n < 2:
-        return Runs(source[:n], destination[:n], _ONE[:n], n)
+        return Runs(source, destination, _ONE[:n], n)
     keys, steps = (
         (np.empty(n, np.int64), np.empty(n, np.int64)) if scratch is None else scratch.take(n)
     )
@@ -120,33 +121,13 @@ def coalesce(source: Pages, destination: Pages, scratch: Scratch | None = None) 
     return Runs(starts, first, np.subtract(bounds[1:], bounds[:-1]), n)
 
 
-@attrs.define(eq=False)
-class PartPlan:
-    """What a batch moves between the two pools of one member."""
-
-    member: int
-    runs: Runs
-
-    @property
-    def num_pages(self) -> int:
-        """Pages that it moves."""
-        return self.runs.num_pages
-
-
-@attrs.define(eq=False)
-class CopyPlan:
-    """What a batch moves: one part per member of the group that it touches."""
-
-    direction: Direction
-    parts: tuple[PartPlan, ...]
-
-    rules: int
-    """How many sets of page pairs were planned; members that share their pages share the runs."""
+Plan: TypeAlias = dict[int, Runs]
+"""What a batch moves, by member of the group that it touches. Members that share their pages share the runs."""
 
 
 def plan_copy(
     direction: Direction, requests: Sequence[Request], scratch: Scratch | None = None
-) -> CopyPlan:
+) -> Plan:
     """Plan the copies of a batch.
 
     Members whose pages are the same arrays, as those that follow the anchor have, are planned once.
@@ -156,20 +137,19 @@ def plan_copy(
     """
     every = [part for request in requests for part in request.parts]
     if len({part[0] for part in every}) == 1:  # a single pair of pools, most often
-        only = PartPlan(every[0][0], coalesce(*_joined(direction, every), scratch))
-        return CopyPlan(direction, (only,), 1)
+        return {every[0][0]: coalesce(*_joined(direction, every), scratch)}
     members: dict[int, list[Part]] = {}
     for part in every:
         members.setdefault(part[0], []).append(part)
     planned: dict[tuple[int, ...], Runs] = {}
-    parts: list[PartPlan] = []
+    plan: Plan = {}
     for member, theirs in members.items():
         rule = tuple(id(pages) for part in theirs for pages in part[1:])
         runs = planned.get(rule)
         if runs is None:
             runs = planned[rule] = coalesce(*_joined(direction, theirs), scratch)
-        parts.append(PartPlan(member, runs))
-    return CopyPlan(direction, tuple(parts), len(planned))
+        plan[member] = runs
+    return plan
 
 
 def _joined(direction: Direction, parts: list[Part]) -> tuple[Pages, Pages]:

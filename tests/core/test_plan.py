@@ -133,35 +133,34 @@ def test_members_that_share_their_pages_are_planned_once() -> None:
     more_host, more_device = columns([(5, 3)])
     two = request(2, *((member, more_host, more_device) for member in range(39)))
     plan = plan_copy(Direction.LOAD, [one, two])
-    assert plan.rules == 2
-    assert [part.member for part in plan.parts] == list(range(40))
-    assert len({id(part.runs) for part in plan.parts}) == 2
-    assert expand(plan.parts[0].runs) == [(3, 1), (4, 2), (5, 3)]
-    assert len(plan.parts[0].runs) == 1
-    assert plan.parts[0].num_pages == 3
-    assert expand(plan.parts[39].runs) == [(7, 0)]
+    assert list(plan) == list(range(40))
+    assert len(set(plan.values())) == 2
+    assert expand(plan[0]) == [(3, 1), (4, 2), (5, 3)]
+    assert len(plan[0]) == 1
+    assert plan[0].num_pages == 3
+    assert expand(plan[39]) == [(7, 0)]
 
 
 def test_a_backup_runs_from_device_to_host() -> None:
     """The direction decides which pages are the source."""
     host, device = columns([(3, 1), (4, 2)])
     plan = plan_copy(Direction.BACKUP, [request(1, (0, host, device))])
-    assert expand(plan.parts[0].runs) == [(1, 3), (2, 4)]
+    assert expand(plan[0]) == [(1, 3), (2, 4)]
 
 
 @pytest.mark.parametrize("way", Direction)
 @pytest.mark.parametrize("members", [(4,), (4, 2)])
 def test_a_plan_says_what_it_is_of(way: Direction, members: tuple[int, ...]) -> None:
-    """One member or several: direction, members in their order, rules and runs are those of the request."""
+    """One member or several: members in their order, and runs once for all, are those of the request."""
     host, device = columns([(3, 1), (4, 2), (9, 7)])
     named = Request(1, way, tuple((m, host, device) for m in members), "route", 0, 3, 0.0)
     scratch = Scratch()
     plan = plan_copy(way, [named], scratch)
-    assert (plan.direction, plan.rules) == (way, 1)
-    assert [part.member for part in plan.parts] == list(members)
+    assert list(plan) == list(members)
+    assert len(set(plan.values())) == 1
     pairs = [(3, 1), (4, 2), (9, 7)]
     expected = pairs if way is Direction.LOAD else [(d, h) for h, d in pairs]
-    assert all(expand(part.runs) == expected for part in plan.parts)
+    assert expand(plan[4]) == expected
 
 
 def test_members_that_share_one_side_alone_are_planned_apart() -> None:
@@ -170,8 +169,7 @@ def test_members_that_share_one_side_alone_are_planned_apart() -> None:
     other_host, other_device = columns([(8, 6), (9, 5)])
     parts = ((0, host, device), (1, host, other_device), (2, other_host, device))
     plan = plan_copy(Direction.LOAD, [request(1, *parts)])
-    assert plan.rules == 3
-    assert [expand(part.runs) for part in plan.parts] == [
+    assert [expand(runs) for runs in plan.values()] == [
         [(3, 1), (4, 2)],
         [(3, 6), (4, 5)],
         [(8, 1), (9, 2)],
