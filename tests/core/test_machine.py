@@ -72,6 +72,7 @@ class Rig:
         self.batches: dict[int, Batch] = {}
         self.settled: dict[int, State] = {}
         self.causes: dict[int, str] = {}
+        self.errors: dict[int, BaseException | None] = {}
         self.unlocked: list[int] = []
         self.submitted: list[int] = []
 
@@ -87,6 +88,7 @@ class Rig:
                     assert piece.id not in self.settled, "settled twice"
                     self.settled[piece.id] = state
                     self.causes[piece.id] = str(piece.error)
+                    self.errors[piece.id] = piece.error
                 case Unlock(piece):
                     assert piece.id not in self.unlocked, "unlocked twice"
                     self.unlocked.append(piece.id)
@@ -354,13 +356,16 @@ def test_every_illegal_transition_is_refused(state: State, word: str) -> None:
     assert piece.state is state
 
 
-@pytest.mark.parametrize("event", [Landed(9, 1), Failed(9, OSError())], ids=["landed", "failed"])
+@pytest.mark.parametrize(
+    "event", [Landed(9, 1), Failed(9, OSError()), Ended(9)], ids=["landed", "failed", "ended"]
+)
 def test_news_of_an_unknown_batch_is_our_bug(event: Event) -> None:
     """Progress of a batch that is not in the air raises and changes nothing."""
     rig = Rig()
     a = rig.load([0], [0])
-    with pytest.raises(InvalidTransitionError, match="batch 9"):
+    with pytest.raises(InvalidTransitionError) as caught:
         rig.do(event)
+    assert (caught.value.event, caught.value.state) == ("batch 9", "not in the air")
     assert state_of(rig, a) is State.QUEUED
     rig.finish()
 
@@ -371,8 +376,12 @@ def test_a_batch_that_ends_early_without_a_reason_is_our_bug() -> None:
     rig.load([0], [0])
     rig.do(Flush())
     rig.do(Landed(1, 2))
-    with pytest.raises(InvalidTransitionError, match="end"):
+    with pytest.raises(InvalidTransitionError) as caught:
         rig.do(Ended(1))
+    assert (caught.value.event, caught.value.state) == ("end", State.ISSUED)
+    piece, batch = caught.value.story
+    assert piece == "<request 1 load 2/3 layers, issued>"
+    assert batch == repr(rig.batches[1])
 
 
 @pytest.mark.parametrize("event", [Cancel(7), Unblock(7), Written(7, 0, 8)], ids=repr)

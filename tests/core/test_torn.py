@@ -12,6 +12,7 @@ from offload.core.events import Cancel, Ended, Failed, Flush, Landed
 from offload.core.kinds import Direction
 from offload.core.pages import PageAllocator
 from offload.core.torn import Torn
+from offload.errors import TransferFailed
 from tests.core.test_machine import LAYERS, Rig
 
 
@@ -88,6 +89,9 @@ def test_a_load_behind_half_a_backup_fails(how: str, streaming: bool) -> None:
         f"it was to read what comes from backup {backup}, which {why} when 1 of {LAYERS} layers "
         "had landed."
     )
+    error = rig.errors[behind[0]]
+    assert isinstance(error, TransferFailed)
+    assert error.transfer == f"backup {backup}"
 
 
 @pytest.mark.parametrize("streaming", [False, True])
