@@ -34,7 +34,8 @@ def admit(shell: Shell, submission: Submission) -> Transfer:
         RequestError: It could only wait for ever. Nothing was queued.
     """
     shell.take_inbox()
-    shell.refuse_closed()
+    if shell.closing:
+        shell.refuse_closed()
     ride = (_join(shell, submission) if submission.join else None) or _enter(shell, submission)
     if submission.deadline is not None and not ride.settled:
         ride.alarm = shell.timer.call_at(submission.deadline, lambda: expire(ride))
@@ -47,6 +48,7 @@ def _enter(shell: Shell, submission: Submission) -> Ride:
     ride = Ride(
         shell,
         request,
+        shell.counters.of(request.direction),
         submission.submitted_ns,
         submission.tags,
         submission.after,
@@ -57,7 +59,7 @@ def _enter(shell: Shell, submission: Submission) -> Ride:
         ride.stream()
     if request.num_pages:
         _start(shell, ride)
-        shell.ask_for_turn()
+        shell.ask_here()
     else:
         _complete(shell, ride)
     return ride
@@ -78,11 +80,10 @@ def _start(shell: Shell, ride: Ride) -> None:
 
 def _complete(shell: Shell, ride: Ride) -> None:
     """Let a request of no pages be done."""
-    counters = shell.counters.of(ride.direction)
-    counters.admit()
-    counters.withdraw()
+    ride.counters.admit()
+    ride.counters.withdraw()
     ride.settle(State.DONE, None)
-    counters.settle()
+    ride.counters.settle()
     ride.release()
 
 
@@ -100,15 +101,15 @@ def _join(shell: Shell, submission: Submission) -> Ride | None:
     rider = Ride(
         shell,
         lead.request,
+        lead.counters,
         submission.submitted_ns,
         submission.tags,
         submission.after,
         submission.marks,
     )
     lead.take(rider)
-    counters = shell.counters.of(lead.direction)
-    counters.admit()
-    counters.withdraw()
+    rider.counters.admit()
+    rider.counters.withdraw()
     return rider
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable
 import attrs
 
 from offload.core.batch import State
-from offload.counters import Counters
 from offload.errors import told
 from offload.logs import SLOW_NS, RateLimited
 from offload.ride import Ride
@@ -20,7 +19,6 @@ from offload.trace.pools import PoolUse
 class Ledger:
     """The counts, the log lines and the trace of one scheduler."""
 
-    counters: Counters
     tracer: Tracer | None
     clock: Callable[[], int]
     """Nanoseconds, on the driver's clock."""
@@ -34,14 +32,13 @@ class Ledger:
         for ride in rides:
             if not ride.issued_ns:
                 ride.issued_ns = now
-                counters = self.counters.of(ride.direction)
-                counters.issue(ride.request.nbytes, now - ride.submitted_ns)
+                ride.counters.issue(ride.request.nbytes, now - ride.submitted_ns)
 
     def settled(self, ride: Ride, state: State) -> None:
         """Write down how a request ended."""
         failed = ride.error if state is State.FAILED else None
         cancelled = state is State.CANCELLED
-        self.counters.of(ride.direction).settle(failed=failed, cancelled=cancelled)
+        ride.counters.settle(failed=failed, cancelled=cancelled)
         now, tracer = self.clock(), self.tracer
         if state is State.FAILED:
             why = None if failed is None else told(failed)
@@ -71,7 +68,7 @@ class Ledger:
         self, ride: Ride, layer: int, start_ns: int, forward: ForwardTrace | None = None
     ) -> None:
         """Count a wait for a layer; `start_ns` is 0 when it did not have to wait. Any thread."""
-        counters, tracer = self.counters.of(ride.direction), self.tracer
+        counters, tracer = ride.counters, self.tracer
         if not start_ns:
             counters.ready()
             if tracer is not None and tracer.active:

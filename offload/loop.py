@@ -38,12 +38,17 @@ class Home:
 
     def post(self, callback: Callable[[], object]) -> bool:
         """Run `callback` on the loop soon, from any thread; return False when the loop is closed."""
-        if self._asyncio is not None and threading.get_ident() == self._thread:
-            if self._asyncio.is_closed():
-                return False
+        return self.soon(callback) if self.here else self._post(callback)
+
+    def soon(self, callback: Callable[[], object]) -> bool:
+        """Do as `post`, on the loop's own thread."""
+        if self._asyncio is None:
+            return self._post(callback)
+        try:
             self._asyncio.call_soon(callback)
-            return True
-        return self._post(callback)
+        except RuntimeError:  # the loop is closed
+            return False
+        return True
 
     def alarm(self, seconds: float, callback: Callable[[], None]) -> Callable[[], None]:
         """Call `callback` on the loop after so many seconds; return what cancels that."""

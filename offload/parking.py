@@ -59,10 +59,8 @@ class Line:
 
     _heap: list[tuple[float, int, Place]] = attrs.field(factory=list)
     _count: itertools.count[int] = attrs.field(factory=itertools.count)
-    _size: int = 0
-
-    def __len__(self) -> int:
-        return self._size
+    parked: int = 0
+    """How many wait."""
 
     def fits(self, nbytes: int) -> bool:
         """Return whether so many bytes may be submitted now; into an empty queue anything may."""
@@ -71,16 +69,16 @@ class Line:
 
     def open_for(self, priority: float, nbytes: int) -> bool:
         """Return whether a newcomer may submit at once: there is room, and nobody as urgent waits."""
-        if not self.fits(nbytes):
+        if self.most is not None and not self.fits(nbytes):
             return False
-        head = self._head() if self._size else None
+        head = self._head() if self.parked else None
         return head is None or head.priority < priority
 
     def enter(self, priority: float, nbytes: int, event: Settable) -> Place:
         """Join the line."""
         place = Place(priority, next(self._count), nbytes, event)
         heappush(self._heap, (-priority, place.number, place))
-        self._size += 1
+        self.parked += 1
         return place
 
     def may_go(self, place: Place) -> bool:
@@ -91,8 +89,8 @@ class Line:
         """Leave the line, served or not, and let the next one look."""
         if not place.left:
             place.left = True
-            self._size -= 1
-            if len(self._heap) > _SWEEP and len(self._heap) > 2 * self._size:
+            self.parked -= 1
+            if len(self._heap) > _SWEEP and len(self._heap) > 2 * self.parked:
                 self._heap = [entry for entry in self._heap if not entry[2].left]
                 heapify(self._heap)
             self.wake()

@@ -16,13 +16,14 @@ has landed stays landed, whatever becomes of the rest.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import attrs
 
 from offload.core.batch import Piece, State
 from offload.core.kinds import Direction
 from offload.core.request import Request
+from offload.counters import DirectionCounters
 from offload.driver.base import Event
 from offload.driver.loops import Signal
 from offload.errors import RequestError, TransferCancelled, TransferFailed, left_behind
@@ -37,16 +38,13 @@ SETTLED = -1
 RELEASED = -2
 """What a task may wait for besides a layer: the outcome, or that the pages are free of traffic."""
 
-Waiter: TypeAlias = tuple[int, Signal]
-"""What a task waits for, and how it is woken."""
-
-
 @attrs.define(eq=False, repr=False)
 class Ride:
     """One request under way, or one that rides on another's copies."""
 
     shell: Shell
     request: Request
+    counters: DirectionCounters
     submitted_ns: int
     tags: Mapping[str, str | int | float | bool | None] | None = None
     after: object = "compute"
@@ -67,6 +65,9 @@ class Ride:
 
     released: bool = False
     """Whether its pages are free of traffic."""
+
+    watched: bool = False
+    """Whether a task has waited for a layer of it, or another one rides on it: the loop then hears of layers."""
 
     error: BaseException | None = None
     """What it failed from, once that is decided."""
@@ -89,10 +90,10 @@ class Ride:
     _by_layer: bool = False
     """Whether somebody has waited for a single layer of it."""
 
-    _waiters: list[Waiter] | None = None
-    """Made for the first one: most requests are never waited for while they are queued."""
+    _waiters: dict[Signal, int] | None = None
+    """What tasks wait for, by what wakes them. Made for the first: most are never waited for while queued."""
 
-    _joined: list[Ride] | None = None
+    joined: list[Ride] | None = None
     """Those that ride on this one's copies."""
 
     _lead: Ride | None = None
@@ -278,15 +279,17 @@ class Ride:
         else:
             self.decide(state, error)
         self.settled = True
-        self.wake()
+        if self._waiters or self.joined:
+            self.wake()
         assert self._outcome is not None
         return self._outcome
 
     def release(self) -> None:
         """Note that its pages are free of traffic."""
         self.released = True
-        self.wake()
-        for rider in self._joined or ():
+        if self._waiters or self.joined:
+            self.wake()
+        for rider in self.joined or ():
             rider.release()
 
     def fly(self, flight: Flight, piece: Piece) -> None:
@@ -300,38 +303,34 @@ class Ride:
             flight.by_layer = True
         flight.rides.append(self)
 
-    @property
-    def watched(self) -> bool:
-        """Whether a task waits for a layer of it, or another one rides on it: the loop then hears of layers."""
-        if self._joined is not None:
-            return True
-        return self._waiters is not None and any(what >= 0 for what, _ in self._waiters)
-
-    def enter(self, waiter: Waiter) -> None:
+    def enter(self, signal: Signal, what: int) -> None:
         """Let a task wait: it is woken when what it waits for may have come."""
         if self._waiters is None:
-            self._waiters = []
-        self._waiters.append(waiter)
-        if waiter[0] >= 0:
+            self._waiters = {}
+        self._waiters[signal] = what
+        if what >= 0:
             self.follow_layers()
             lead = self._lead or self
+            lead.watched = True
             for flight in (lead._flight, *(lead._layers or {}).values()):
                 if flight is not None:
                     flight.watched = flight.issue_watched = True
 
-    def leave(self, waiter: Waiter) -> None:
+    def leave(self, signal: Signal) -> None:
         """Let a task go that no longer waits, or was woken."""
-        if self._waiters and waiter in self._waiters:
-            self._waiters.remove(waiter)
+        if self._waiters:
+            self._waiters.pop(signal, None)
 
     def wake(self, layers: int | None = None) -> None:
         """Let tasks look again that wait for a layer below `layers`; None: for anything."""
         if self._waiters:
-            for waiter in self._waiters[:]:
-                if layers is None or 0 <= waiter[0] < layers:
-                    waiter[1].set()
-                    self._waiters.remove(waiter)
-        for rider in self._joined or ():
+            waiters, self._waiters = self._waiters, {}
+            for signal, what in waiters.items():
+                if layers is None or 0 <= what < layers:
+                    signal.set()
+                else:
+                    self._waiters[signal] = what
+        for rider in self.joined or ():
             rider.wake(layers)
 
     def follow_layers(self) -> None:
@@ -343,15 +342,12 @@ class Ride:
 
     # Riding together, and streaming ------------------------------------------------------------------
 
-    def riders(self) -> list[Ride]:
-        """Return those that ride on this one's copies."""
-        return self._joined or []
-
     def take(self, rider: Ride) -> None:
         """Let another one ride on this one's copies."""
-        if self._joined is None:
-            self._joined = []
-        self._joined.append(rider)
+        if self.joined is None:
+            self.joined = []
+        self.joined.append(rider)
+        self.watched = True
         rider._lead = self
         rider.hold = self.hold
 
@@ -359,7 +355,7 @@ class Ride:
         """Return whether others still want the copies when this one no longer does."""
         lead = self._lead or self
         return any(
-            other is not self and not other.settled for other in (lead, *(lead._joined or ()))
+            other is not self and not other.settled for other in (lead, *(lead.joined or ()))
         )
 
     def stream(self) -> None:

@@ -124,7 +124,7 @@ class Shell:
         )
         self.machine = Machine(self.group.num_layers, tables, self.limits)
         pools = PoolUse([member.host for member in self.group.members])
-        self.ledger = Ledger(self.counters, self.tracer, self.driver.now_ns, pools)
+        self.ledger = Ledger(self.tracer, self.driver.now_ns, pools)
         self.line = Line(self.machine.budget, self.limits.max_queued_bytes)
         self.tenancy = Tenancy(self.group, self.machine, self.driver, self._flights)
 
@@ -238,7 +238,7 @@ class Shell:
             queued_bytes=budget.queued_bytes,
             inflight_requests=budget.inflight_requests,
             inflight_bytes=budget.inflight_bytes,
-            parked=len(self.line),
+            parked=self.line.parked,
             batches=self.batches,
         )
 
@@ -275,43 +275,50 @@ class Shell:
             self.tenancy.bury()
 
     def ask_for_turn(self) -> bool:
+        """Have the news taken soon; return whether there is a loop to do it. Any thread."""
+        return self._turn_due or self._ask(self.home.post)
+
+    def ask_here(self) -> None:
+        """Do the same from the loop's own thread."""
         if not self._turn_due:
-            self._turn_due = True
-            try:
-                posted = self.home.post(self._turn)
-            except BaseException:  # a signal's, and nobody else would ask again
-                self._turn_due = False
-                raise
-            if not posted:
-                self._dead = True
-                self.bell.ring()
-                return False
-        return True
+            self._ask(self.home.soon)
+
+    def _ask(self, post: Callable[[Callable[[], object]], bool]) -> bool:
+        self._turn_due = True
+        try:
+            posted = post(self._turn)
+        except BaseException:  # a signal's, and nobody else would ask again
+            self._turn_due = False
+            raise
+        if not posted:
+            self._dead = True
+            self.bell.ring()
+        return posted
 
     def _turn(self) -> None:
         self._turn_due = False
-        start = self.ledger.begin_turn()
+        start = 0 if self.tracer is None else self.ledger.begin_turn()
         try:
             if self.driver.lost is not None and self.lost is None:
                 self.lost = self.driver.lost
                 self._give_up(self.lost)
-            if not self.take_inbox(_PER_TURN):
-                self.ask_for_turn()
+            more = bool(self._inbox) and not self.take_inbox(_PER_TURN)
             pieces = 0
             while self._arrivals and pieces < _PER_TURN:
                 flight = self._arrivals.popleft()
                 self._absorb(flight)
                 pieces += len(flight.batch.pieces)
-            if self.machine.flushable():
+            if self.machine.waiting():
                 self.handle(_FLUSH)
-                if self.machine.flushable():
-                    self.ask_for_turn()
-            if self._arrivals:
-                self.ask_for_turn()
-            self.line.wake()
+                more = more or (self.machine.waiting() and self.machine.flushable())
+            if more or self._arrivals:
+                self.ask_here()
+            if self.line.parked:
+                self.line.wake()
         except BaseException as error:  # noqa: BLE001 - raised where the scheduler is left
             self._break(error)
-        self.ledger.end_turn(start)
+        if start:
+            self.ledger.end_turn(start)
 
     def take_inbox(self, most: int | None = None) -> bool:
         """Do what was posted, or the first so many; return whether nothing of it is left.
@@ -335,18 +342,19 @@ class Shell:
         if flight.issue_watched:
             for ride in flight.rides:
                 ride.wake(flight.issued_layers)
-        if landed > batch.landed:
+        if landed > batch.landed and (error is not None or not over):
             self.handle(Landed(batch.id, landed))
         if error is not None and not batch.failed:
             self.ledger.mark("error", error, batch=batch.id, layer=flight.error_layer)
             self.handle(Failed(batch.id, error, flight.spoiled()))
         if over and batch.id in self._flights:
-            del self._flights[batch.id]
             if flight.uncounted is not None:
                 self.ledger.uncounted(flight.uncounted)
-            self.handle(Ended(batch.id, flight.untouched))
+            self.handle(Ended(batch.id, landed, flight.untouched))
+            del self._flights[batch.id]
             flight.rides.clear()  # they refer to it too
-            self._notify()
+            if self._changed:
+                self._notify()
 
     def submit(self, ride: Ride) -> None:
         """Tell the machine of a request; it may settle at once.
@@ -363,7 +371,7 @@ class Shell:
         try:
             commands = self.machine.handle(ride.request)
             self.rides[ride.request.id] = ride
-            self.counters.of(ride.direction).admit()
+            ride.counters.admit()
             for command in commands:
                 self._obey(command)
         except BaseException as error:
@@ -374,7 +382,7 @@ class Shell:
 
     def handle(self, event: Event) -> None:
         """Tell the machine of an event, and do what it wants done. Interrupted in a decision: soon."""
-        if self.stuck is not None:
+        if self.lost is not None or self.fault is not None:
             return
         if self.deciding:
             self.post(lambda: self.handle(event))
@@ -431,9 +439,10 @@ class Shell:
         )
         self.batches += 1
         self._flights[batch.id] = flight
-        flight.watched = flight.by_layer = any(piece.followers for piece in batch.pieces)
         now = self.driver.now_ns()
         for piece in batch.pieces:
+            if piece.followers:
+                flight.watched = flight.by_layer = True
             ride = self.rides.get(piece.request.id)
             if ride is not None:
                 ride.fly(flight, piece)
@@ -449,28 +458,33 @@ class Shell:
             self.driver.stream(batch.direction).kick()
 
     def _settle(self, piece: Piece, state: State) -> None:
-        ride = self.rides[piece.request.id]
+        ride = self.rides[piece.id]
         if not ride.issued_ns:
-            self.counters.of(ride.direction).withdraw()
-        for each in (ride, *ride.riders()):
-            if not each.settled:
-                self.settle(each, state, piece.error)
+            ride.counters.withdraw()
+        self.settle(ride, state, piece.error)
+        for each in ride.joined or ():
+            self.settle(each, state, piece.error)
 
     def settle(self, ride: Ride, state: State, error: BaseException | None) -> None:
-        """Let a request be over, and write down how it ended."""
+        """Let a request be over, unless it is already, and write down how it ended."""
+        if ride.settled:
+            return
         self.ledger.settled(ride, ride.settle(state, error))
         if ride.alarm is not None:
             self.timer.cancel(ride.alarm)
             ride.alarm = None
-        self.bell.ring()
+        if self.bell.waiting:
+            self.bell.ring()
 
     def _unlock(self, piece: Piece) -> None:
-        ride = self.rides.pop(piece.request.id)
+        ride = self.rides.pop(piece.id)
         if ride.issued_ns:
-            self.counters.of(ride.direction).drain(ride.request.nbytes)
+            ride.counters.drain(ride.request.nbytes)
         ride.release()
-        self.bell.ring()
-        self._notify()
+        if self.bell.waiting:
+            self.bell.ring()
+        if self._changed:
+            self._notify()
 
     def _notify(self) -> None:
         if self._changed:
@@ -497,8 +511,7 @@ class Shell:
         """Settle everything as failed and refuse everything; no page is unlocked any more."""
         self.stop_intake()
         for ride in list(self.rides.values()):
-            for each in (ride, *ride.riders()):
-                if not each.settled:
-                    self.settle(each, State.FAILED, error)
+            for each in (ride, *(ride.joined or ())):
+                self.settle(each, State.FAILED, error)
         self.bell.ring()
         self._notify()

@@ -15,7 +15,7 @@ import attrs
 
 from offload.core.kinds import Direction
 from offload.core.pages import PagesLike
-from offload.core.request import Part, Request, due
+from offload.core.request import PATIENCE, Part, Request, due
 from offload.driver.base import Driver, Event
 from offload.errors import RequestError
 from offload.group import PagePair, PoolGroup
@@ -147,7 +147,7 @@ class Desk:
         Raises:
             RequestError: `after` is nothing to wait for, or the stream captures a graph.
         """
-        if self.driver.capturing():
+        if self.driver.fences and self.driver.capturing():
             raise RequestError(
                 "a request was submitted on a stream that captures a graph: what it must follow cannot "
                 "be recorded there. Submit before the capture, or around the replay."
@@ -191,6 +191,8 @@ def _due(now: float, priority: float, deadline: float | None) -> float:
     Raises:
         RequestError: Priority or deadline are no numbers, or the deadline has passed.
     """
+    if deadline is None and priority == 0:
+        return now + PATIENCE
     try:
         when = due(now, priority, deadline)
         if not math.isfinite(when) and deadline != -math.inf:

@@ -89,7 +89,7 @@ class Transfer:
             TransferFailed: It failed or was cancelled before.
         """
         ride, index = self._ride, 0 if layer is None else self._index(layer)
-        await waits.until(ride, index, lambda: ride.issued(index))
+        await waits.until(ride, index, lambda: ride.issued(index) or ride.over())
         if not ride.issued(index):
             ride.raise_if_over()
 
@@ -101,7 +101,7 @@ class Transfer:
         """
         ride, index = self._ride, self._index(layer)
         start = ride.shell.driver.now_ns()
-        suspended = await waits.until(ride, index, lambda: ride.landed(index))
+        suspended = await waits.until(ride, index, lambda: ride.landed(index) or ride.over())
         if not ride.landed(index):
             ride.raise_if_over()
         ride.shell.ledger.waited(ride, index, start if suspended else 0)

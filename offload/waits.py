@@ -8,11 +8,11 @@ from anyio.lowlevel import checkpoint
 
 from offload.acts import refuse_waiting
 from offload.errors import RequestError
-from offload.ride import RELEASED, Ride
+from offload.ride import Ride
 
 
 async def until(ride: Ride, what: int, reached: Callable[[], bool]) -> bool:
-    """Suspend until `reached()`, or until that can no longer come; return whether it suspended.
+    """Suspend until `reached()`, true also when what it waits for can no longer come; return whether it did.
 
     Args:
         what: A layer, `SETTLED` or `RELEASED`.
@@ -23,17 +23,17 @@ async def until(ride: Ride, what: int, reached: Callable[[], bool]) -> bool:
     shell = ride.shell
     shell.home.check("await", "wait_layer, wait_issued, wait_source_reusable or result")
     suspended = False
-    while not reached() and (what == RELEASED or not ride.over()):
+    while not reached():
         refuse_waiting(ride)
-        waiter = (what, shell.home.signal())
-        ride.enter(waiter)
+        signal = shell.home.signal()
+        ride.enter(signal, what)
         try:
-            if reached():  # what flights published before they knew of the waiter
+            if what >= 0 and reached():  # what flights published before they knew of the waiter
                 break
             suspended = True
-            await waiter[1].wait()
+            await signal.wait()
         finally:
-            ride.leave(waiter)
+            ride.leave(signal)
     if not suspended:
         await checkpoint()
     return suspended

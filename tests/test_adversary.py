@@ -12,6 +12,7 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 import offload
+from offload.core.batch import Batch
 from offload.core.budget import Budget
 from offload.core.machine import Machine
 from offload.loop import Home
@@ -128,11 +129,11 @@ def interrupting(monkeypatch: pytest.MonkeyPatch, act: Callable[[], object]) -> 
     done: list[object] = []
     inner = Machine._landed
 
-    def landed(self: Machine, event: object) -> None:
+    def landed(self: Machine, batch: Batch, layers: int) -> None:
         if not done:
             done.append(None)
             done[0] = act()
-        inner(self, event)  # type: ignore[arg-type]
+        inner(self, batch, layers)
 
     monkeypatch.setattr(Machine, "_landed", landed)
     return done
@@ -200,7 +201,7 @@ def test_a_signal_that_interrupts_a_submit_leaves_nothing_behind() -> None:
             line = scheduler._shell.line
 
             def interrupt() -> None:
-                while not len(line):
+                while not line.parked:
                     os.sched_yield()
                 os.kill(os.getpid(), signal.SIGUSR1)
 
@@ -349,7 +350,7 @@ async def test_those_who_left_the_line_leave_nothing_behind() -> None:
                 group.start_soon(park, scheduler, 3600.0)
                 await anyio.wait_all_tasks_blocked()
                 group.cancel_scope.cancel()
-        assert len(shell.line) == 0
+        assert shell.line.parked == 0
         assert len(shell.line._heap) < 300
         assert len(shell.timer._heap) < 300
         gate.open()

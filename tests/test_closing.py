@@ -223,7 +223,7 @@ def break_machine(patch: pytest.MonkeyPatch) -> None:
     def broken(_: object) -> bool:
         raise ZeroDivisionError("ours")
 
-    patch.setattr("offload.core.machine.Machine.flushable", broken)
+    patch.setattr("offload.core.machine.Machine.waiting", broken)
 
 
 @on_both

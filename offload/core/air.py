@@ -24,9 +24,8 @@ class Air:
     budget: Budget
 
     _last: int = 0
-    _queues: dict[Direction, Queue] = attrs.field(
-        factory=lambda: {direction: Queue() for direction in Direction}
-    )
+    loads: Queue = attrs.field(factory=Queue)
+    backups: Queue = attrs.field(factory=Queue)
     _batches: dict[int, Batch] = attrs.field(factory=dict)
 
     def __bool__(self) -> bool:
@@ -34,7 +33,10 @@ class Air:
 
     def push(self, piece: Piece) -> None:
         """Queue a piece that may be issued."""
-        self._queues[piece.request.direction].push(piece)
+        self._queue(piece.request.direction).push(piece)
+
+    def _queue(self, direction: Direction) -> Queue:
+        return self.loads if direction is Direction.LOAD else self.backups
 
     def batch(self, number: int) -> Batch:
         """Return a batch that is in the air.
@@ -49,13 +51,19 @@ class Air:
 
     def end(self, number: int) -> Batch:
         """Take a batch out of the air that will touch nothing any more."""
-        batch = self.batch(number)
-        del self._batches[number]
-        return batch
+        batch = self._batches.pop(number, None)
+        return self.batch(number) if batch is None else batch
+
+    @property
+    def waiting(self) -> bool:
+        """Whether anything is queued, be there room for it or not."""
+        return bool(self.loads.heaps or self.backups.heaps)
 
     def flushable(self) -> bool:
         """Return whether there is a batch to issue."""
-        return self._room(Direction.LOAD) is not None or self._room(Direction.BACKUP) is not None
+        return self.waiting and (
+            self._room(Direction.LOAD) is not None or self._room(Direction.BACKUP) is not None
+        )
 
     def flush(self, limit: Callable[[Piece], int]) -> Iterator[Batch]:
         """Yield what goes up now, at most one batch per direction; each is to be noted before the next.
@@ -77,8 +85,9 @@ class Air:
 
     def _room(self, direction: Direction) -> Piece | None:
         """Return the most urgent piece of a direction if it may be issued now."""
-        head = self._queues[direction].head()
-        if head is None or not self.budget.has_room(head):
+        queue = self._queue(direction)
+        head = queue.head() if queue.heaps else None
+        if head is None or (self.budget.bounded and not self.budget.has_room(head)):
             return None
         if len(self._batches) >= MAX_FLIGHTS and self._crowded(direction, head.request.due):
             return None
@@ -94,7 +103,7 @@ class Air:
         return len(free) >= MAX_FLIGHTS and min(free) <= due
 
     def _issue(self, direction: Direction, limit: Callable[[Piece], int]) -> Batch:
-        pieces = self._queues[direction].take(*self.budget.of_batch())
+        pieces = self._queue(direction).take(*self.budget.of_batch())
         self._last += 1
         head = pieces[0]
         batch = Batch(

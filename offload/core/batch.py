@@ -199,7 +199,9 @@ class Queue:
     object: a hundred thousand of them would cost 15 ms.
     """
 
-    _heaps: dict[Hashable, list[tuple[float, int]]] = attrs.field(factory=dict)
+    heaps: dict[Hashable, list[tuple[float, int]]] = attrs.field(factory=dict)
+    """(due, id) by what may share a batch. Empty when nothing is queued."""
+
     _pieces: dict[int, Piece] = attrs.field(factory=dict)
     """Those in heaps, by id."""
 
@@ -208,16 +210,16 @@ class Queue:
         piece.waiting = False
         alone = piece.alone or piece.follows
         key = piece.id if alone else (piece.request.route, piece.first, piece.last)
-        heap = self._heaps.get(key)
+        heap = self.heaps.get(key)
         if heap is None:
-            heap = self._heaps[key] = []
+            heap = self.heaps[key] = []
         heappush(heap, (piece.request.due, piece.id))
         self._pieces[piece.id] = piece
 
     def head(self) -> Piece | None:
         """Return the most urgent piece, dropping those that were cancelled meanwhile."""
-        key = self._most_urgent() if self._heaps else None
-        return None if key is None else self._pieces[self._heaps[key][0][1]]
+        key = self._most_urgent() if self.heaps else None
+        return None if key is None else self._pieces[self.heaps[key][0][1]]
 
     def take(self, nbytes: int, ops: int, requests: int | None) -> list[Piece]:
         """Pop the most urgent piece and those that may share its batch.
@@ -227,7 +229,7 @@ class Queue:
         """
         taken: list[Piece] = []
         key, pieces = self._most_urgent(), self._pieces
-        heap = [] if key is None else self._heaps[key]
+        heap = [] if key is None else self.heaps[key]
         while heap:
             number = heap[0][1]
             piece = pieces[number]
@@ -240,18 +242,18 @@ class Queue:
                 taken.append(piece)
             heappop(heap)
             del pieces[number]
-        self._heaps.pop(key, None)
+        self.heaps.pop(key, None)
         return taken
 
     def _most_urgent(self) -> Hashable:
         """Return the key of the heap with the most urgent piece; None when nothing is queued."""
         best: tuple[float, int] | None = None
         found: Hashable = None
-        for key, heap in list(self._heaps.items()):
+        for key, heap in list(self.heaps.items()):
             while heap and not queued(self._pieces[heap[0][1]]):
                 del self._pieces[heappop(heap)[1]]
             if not heap:
-                del self._heaps[key]
+                del self.heaps[key]
             elif best is None or heap[0] < best:
                 best, found = heap[0], key
         return found
@@ -259,7 +261,7 @@ class Queue:
 
 def queued(piece: Piece) -> bool:
     """Return whether a piece in a heap is still meant to be issued."""
-    return piece.batch is None and piece.owner.state in (State.QUEUED, State.ISSUED)
+    return piece.batch is None and (piece.parent or piece).state in OPEN
 
 
 def share(piece: Piece) -> int:

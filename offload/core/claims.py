@@ -27,7 +27,7 @@ class Claims:
 
     tables: Sequence[tuple[HazardTable, HazardTable]]
 
-    _orphans: int = -1
+    orphans: int = -1
     """Claims of holders up to this one are nobody's any more, and stay for ever."""
 
     def open(self) -> int:
@@ -35,7 +35,7 @@ class Claims:
         tables = [table for pair in self.tables for table in pair]
         youngest = max(table.youngest() for table in tables)
         if any(table.held() for table in tables):
-            self._orphans = youngest
+            self.orphans = youngest
         return youngest
 
     def refuse_orphans(self, request: Request) -> None:
@@ -44,12 +44,10 @@ class Claims:
         Raises:
             RequestError: A scheduler whose device was lost has left bytes in the air there.
         """
-        if self._orphans < 0:
-            return
         for member, host_pages, device_pages in request.parts:
             host, device = self.tables[member]
             for side, table, ids in (("host", host, host_pages), ("device", device, device_pages)):
-                if min(table.peek(ids, write=True), default=self._orphans + 1) <= self._orphans:
+                if min(table.peek(ids, write=True), default=self.orphans + 1) <= self.orphans:
                     raise RequestError(
                         f"the {side} pages of this request include some that a scheduler with a lost device "
                         "had in the air: they are never free again. Use others."
@@ -121,7 +119,7 @@ class Claims:
         """Note that a backup has written its host pages whole."""
         for member, host_pages, _ in backup.request.parts:
             torn = self.tables[member][0].torn
-            if torn:
+            if torn.left:
                 torn.mend(host_pages)
 
     def torn(self, load: Piece) -> TransferFailed | None:
@@ -131,7 +129,7 @@ class Claims:
         """
         for member, host_pages, _ in load.request.parts:
             torn = self.tables[member][0].torn
-            if torn:
+            if torn.left:
                 found = torn.first(_unwritten(load, member, host_pages))
                 if found is not None:
                     page, number, why = found

@@ -72,6 +72,9 @@ class Ended:
     """Nothing of the batch will touch memory again."""
 
     batch: int
+    layers: int = 0
+    """As in `Landed`, where that was not told yet."""
+
     untouched: bool = False
     """Nothing of it ever did: it ended before its first layer began."""
 

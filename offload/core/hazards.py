@@ -77,6 +77,9 @@ class HazardTable:
         self._counter = np.full(num_pages, 0)  # touched now, not under the first claims
         self._writer = np.full(num_pages, -1, np.int64)
         self._reader = np.full(num_pages, -1, np.int64)
+        # The same memory: single items of a view cost half of an array's.
+        self._one_counter = self._counter.data
+        self._one_writer, self._one_reader = self._writer.data, self._reader.data
         self._reading: dict[int, int] = {}
         self._chain: _Chain | None = None
         self._pins: Pages | None = None
@@ -95,9 +98,9 @@ class HazardTable:
             Distinct holders in growing order; the shared empty tuple when there are none.
         """
         with self.mutex:
-            if len(pages) == 1 and not self._counter.item(page := pages.item()):
-                self._counter[page] = _WRITER if write else 1
-                (self._writer if write else self._reader)[page] = holder
+            if len(pages) == 1 and not self._one_counter[page := pages.item()]:
+                self._one_counter[page] = _WRITER if write else 1
+                (self._one_writer if write else self._one_reader)[page] = holder
                 follow = _NOBODY
             elif len(pages) <= _STEP:
                 follow = self._claim(holder, pages, write=write)
@@ -123,7 +126,7 @@ class HazardTable:
         with self.mutex:
             amount = _WRITER if write else 1
             if len(pages) == 1:
-                self._counter[pages.item()] -= amount
+                self._one_counter[pages.item()] -= amount
             else:
                 for some in (pages,) if len(pages) <= _STEP else _steps(pages):
                     self._counter[some] -= amount

@@ -44,7 +44,7 @@ from collections.abc import Sequence
 import attrs
 
 from offload.core.air import Air
-from offload.core.batch import OPEN, Limits, Piece, State, StreamState
+from offload.core.batch import OPEN, Batch, Limits, Piece, State, StreamState
 from offload.core.budget import Budget
 from offload.core.claims import Claims
 from offload.core.endless import refuse_endless_wait
@@ -142,7 +142,7 @@ class Machine:
             case Request():
                 self._submit(event)
             case Landed():
-                self._landed(event)
+                self._landed(self.air.batch(event.batch), event.layers)
             case Ended():
                 self._ended(event)
             case Flush():
@@ -175,7 +175,8 @@ class Machine:
         while self._pieces:
             piece = self._pieces.popitem()[1]
             piece.touched |= piece.batch is not None
-            self._note_torn(piece)
+            if piece.request.direction is Direction.BACKUP:
+                self._note_torn(piece)
             self.claims.release(piece)
 
     def pending(self) -> bool:
@@ -187,6 +188,10 @@ class Machine:
         piece = self._pieces.get(request.id)
         return piece is not None and piece.state in OPEN and self.claims.undisturbed(request)
 
+    def waiting(self) -> bool:
+        """Return whether a `Flush` is worth a try: something is queued, or leaves."""
+        return bool(self._leaving or self.air.loads.heaps or self.air.backups.heaps)
+
     def flushable(self) -> bool:
         """Return whether `Flush` would issue something, or let go of more who leave."""
         return bool(self._leaving) or self.air.flushable()
@@ -195,7 +200,8 @@ class Machine:
 
     def _submit(self, request: Request) -> None:
         load = request.direction is Direction.LOAD
-        self.claims.refuse_orphans(request)
+        if self.claims.orphans >= 0:
+            self.claims.refuse_orphans(request)
         if load and self._streaming:
             refuse_endless_wait(request, self._pieces, self.claims)
         piece = Piece(request.id, request, 0, self.num_layers, request.blockers)
@@ -299,7 +305,7 @@ class Machine:
             self._let_go()
         for batch in self.air.flush(self._limit):
             for piece in batch.pieces:
-                owner, piece.batch = piece.owner, batch
+                owner, piece.batch = piece.parent or piece, batch
                 if owner.state is State.QUEUED:
                     self._move(owner, "issue")
                     self.budget.dequeue(owner)
@@ -308,11 +314,10 @@ class Machine:
 
     # Landing, failing, ending -------------------------------------------------------------------
 
-    def _landed(self, event: Landed) -> None:
-        batch = self.air.batch(event.batch)
-        if event.layers <= batch.landed:
+    def _landed(self, batch: Batch, layers: int) -> None:
+        if layers <= batch.landed:
             return
-        batch.landed = event.layers
+        batch.landed = layers
         self._commands.append(SettleLayer(batch))
         done = batch.landed >= batch.last
         for piece in batch.pieces:
@@ -333,6 +338,7 @@ class Machine:
 
     def _ended(self, event: Ended) -> None:
         batch = self.air.end(event.batch)
+        self._landed(batch, event.layers)
         if batch.closed:
             return
         self.budget.close(batch)
@@ -356,7 +362,7 @@ class Machine:
 
     def _finish(self, piece: Piece) -> None:
         """The last byte of a piece has landed."""
-        owner = piece.owner
+        owner = piece.parent or piece
         if owner.stream is not None:
             owner.touched = True
             owner.stream.land(piece.first)
@@ -428,9 +434,10 @@ class Machine:
             return
         piece.finished = True
         del self._pieces[piece.id]
-        self._note_torn(piece)
+        if piece.request.direction is Direction.BACKUP:
+            self._note_torn(piece)
         self.claims.release(piece)
-        owner = piece.owner
+        owner = piece.parent or piece
         if owner is piece and owner.state is State.DRAINING:
             self._move(owner, "drain cancelled" if owner.error is None else "drain failed")
         for follower in piece.followers or ():
@@ -462,7 +469,7 @@ class Machine:
 
     def _note_torn(self, piece: Piece) -> None:
         """Remember whether a backup that leaves has written its host pages whole, or in part."""
-        if piece.parent is None and piece.request.direction is Direction.BACKUP:
+        if piece.parent is None:
             if piece.whole:
                 self.claims.mend(piece)
             elif piece.touched:

@@ -22,20 +22,21 @@ class Torn:
         lock: Held around every operation.
     """
 
-    __slots__ = ("_by", "_left", "_lock", "_num_pages", "_why")
+    __slots__ = ("_by", "_lock", "_num_pages", "_why", "left")
 
     def __init__(self, num_pages: int, lock: AbstractContextManager[object]) -> None:
         self._num_pages = num_pages
         self._lock = lock
         self._by: Pages | None = None  # page -> who tore it; -1 for nobody
-        self._left: dict[int, int] = {}  # who -> on how many pages
+        self.left: dict[int, int] = {}
+        """On how many pages, by who tore them. Empty is all whole."""
         self._why: dict[int, str] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._left)
+        return bool(self.left)
 
     def __len__(self) -> int:
-        return sum(self._left.values())
+        return sum(self.left.values())
 
     def tear(self, pages: Pages, by: int, why: str) -> None:
         """Note that `pages` hold part of what a request wrote."""
@@ -44,18 +45,18 @@ class Torn:
             if self._by is None:
                 self._by = np.full(self._num_pages, -1, np.int64)
             self._by[pages] = by
-            self._left[by] = self._left.get(by, 0) + len(pages)
+            self.left[by] = self.left.get(by, 0) + len(pages)
             self._why[by] = why
 
     def mend(self, pages: Pages) -> None:
         """Note that `pages` are whole again, or that what they hold is nobody's concern."""
-        if self._left:
+        if self.left:
             with self._lock:
                 self._forget(pages)
 
     def first(self, pages: Pages) -> tuple[int, int, str] | None:
         """Return the first of `pages` that is torn, who tore it, and why; None when all are whole."""
-        if not self._left:
+        if not self.left:
             return None
         with self._lock:
             if self._by is None:
@@ -69,13 +70,13 @@ class Torn:
             return int(pages[position]), number, self._why[number]
 
     def _forget(self, pages: Pages) -> None:
-        if self._by is None or not self._left:
+        if self._by is None or not self.left:
             return
         by = self._by[pages]
         torn = by >= 0
         self._by[pages[torn]] = -1
         who, counts = np.unique(by[torn], return_counts=True)
         for number, count in zip(who.tolist(), counts.tolist(), strict=True):
-            self._left[number] -= count
-            if not self._left[number]:
-                del self._left[number], self._why[number]
+            self.left[number] -= count
+            if not self.left[number]:
+                del self.left[number], self._why[number]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Protocol
 
 
 class Signal(Protocol):
-    """A one-shot event of the loop. Waiting for one that is not set is a checkpoint."""
+    """A one-shot event of the loop, for one waiter. Waiting for one that is not set is a checkpoint."""
 
     def set(self) -> object:
         """Wake who waits. On the loop's thread."""
@@ -16,8 +17,8 @@ class Signal(Protocol):
     def is_set(self) -> bool:
         """Return whether it was set."""
 
-    async def wait(self) -> object:
-        """Suspend until it is set."""
+    def wait(self) -> Awaitable[object]:
+        """Return what suspends until it is set."""
 
 
 def running_on_asyncio() -> bool:
@@ -29,10 +30,32 @@ def running_on_asyncio() -> bool:
     return True
 
 
+class FutureSignal:
+    """A signal of asyncio for one waiter: a future, at a third of an event's price."""
+
+    __slots__ = ("_future",)
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._future: asyncio.Future[None] = loop.create_future()
+
+    def set(self) -> None:
+        """Wake who waits; one who was cancelled needs it no more."""
+        if not self._future.done():
+            self._future.set_result(None)
+
+    def is_set(self) -> bool:
+        """Return whether it was set."""
+        return self._future.done()
+
+    def wait(self) -> Awaitable[None]:
+        """Return what suspends until it is set."""
+        return self._future
+
+
 def signals() -> Callable[[], Signal]:
-    """Return what makes signals for the loop that runs now: its own events, a tenth of the price of anyio's."""
+    """Return what makes signals for the loop that runs now: its own, a tenth of the price of anyio's."""
     if running_on_asyncio():
-        return asyncio.Event
+        return partial(FutureSignal, asyncio.get_running_loop())
 
     import trio
 
