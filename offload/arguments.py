@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from offload.errors import GeometryError, RequestError
+from collections.abc import Iterable
 
-_SHOWN = (str, int, float, type(None))
-"""What an error shows by its value; of anything else it names the type, because tensors print their data."""
+from offload.errors import GeometryError, RequestError, shown
 
 
 def expect(call: str, name: str, value: object, kinds: type | tuple[type, ...], takes: str) -> None:
-    """Raise unless a value is one of these types.
+    """Raise unless a value is of one of these types.
 
     Args:
-        takes: What the argument takes, as the end of a sentence: `a Limits or None`.
+        takes: What the argument takes, as the end of a sentence: `a Limits, or None`.
 
     Raises:
         RequestError: It is not.
@@ -23,13 +22,26 @@ def expect(call: str, name: str, value: object, kinds: type | tuple[type, ...], 
 
 def refusal(call: str, name: str, value: object, takes: str) -> RequestError:
     """Return the error for an argument that is not what it takes."""
-    kind = type(value).__name__
-    shown = repr(value) if isinstance(value, _SHOWN) else f"{_article(kind)} {kind}"
-    return RequestError(f"{call}: {name} is {shown}; it takes {takes}.", value=value)
+    return RequestError(f"{call}: {name} is {shown(value)}; it takes {takes}.", value=value)
 
 
-def _article(word: str) -> str:
-    return "an" if word[:1] in "AEIOUaeiou" else "a"
+def distinct_names(subject: str, names: object, num_layers: int) -> tuple[str, ...]:
+    """Return names of layers: a string for each, all different.
+
+    Raises:
+        GeometryError: They are not.
+    """
+    listed = list(names) if isinstance(names, Iterable) and not isinstance(names, str) else None
+    strings = [name for name in listed or () if isinstance(name, str)]
+    if listed is not None and len(set(strings)) == len(listed) == num_layers:
+        return tuple(strings)
+    got = shown(names) if listed is None else f"{len(listed)} names, {len(set(strings))} distinct"
+    odd = next((each for each in listed or () if not isinstance(each, str)), "")
+    raise GeometryError(
+        subject,
+        expected={"layer_names": f"{num_layers} distinct names, one per layer"},
+        got={"layer_names": f"{got}, one of them {shown(odd)}" if odd != "" else got},
+    )
 
 
 def integer(subject: str, name: str, size: object) -> int:
@@ -39,9 +51,9 @@ def integer(subject: str, name: str, size: object) -> int:
         GeometryError: It is no integer.
     """
     if isinstance(size, bool) or not isinstance(size, int):
-        raise GeometryError(
-            subject, expected={name: "an integer"}, got={name: f"{size!r} ({type(size).__name__})"}
-        )
+        kind = type(size).__name__
+        got = f"{size!r} ({kind})" if isinstance(size, (str, bytes, float, bool)) else shown(size)
+        raise GeometryError(subject, expected={name: "an integer"}, got={name: got})
     return size
 
 

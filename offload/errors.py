@@ -6,7 +6,7 @@ A text says what was asked, why it cannot be, and what works instead.
 from __future__ import annotations
 
 from offload.errors_asked import GeometryError, RequestError
-from offload.errors_base import OffloadError, counted, one_of, told
+from offload.errors_base import OffloadError, counted, one_of, shown, told
 from offload.errors_outcomes import (
     CudaError,
     InvalidTransitionError,
@@ -35,6 +35,7 @@ __all__ = [
     "counted",
     "left_behind",
     "one_of",
+    "shown",
     "told",
 ]
 

@@ -8,6 +8,22 @@ from typing import TypeVar
 _Error = TypeVar("_Error", bound="OffloadError")
 
 
+_SHOWN = (bytes, int, float, type(None))
+"""What an error shows by its value; of anything else it names the type, because tensors print their data."""
+
+
+def shown(value: object) -> str:
+    """Return a value as an error shows it: `3`, `'text'`, `a dict`, `the class Limits`."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if isinstance(value, str):
+        return repr(str(value))  # a member of an enum by its text
+    if isinstance(value, _SHOWN):
+        return repr(value)
+    kind = type(value).__name__
+    return f"{'an' if kind[:1] in 'AEIOUaeiou' else 'a'} {kind}"
+
+
 def one_of(names: Iterable[object], *, word: str = "or") -> str:
     """Return names as prose: `'a', 'b' or 'c'`."""
     quoted = [repr(str(name)) for name in names]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
-from offload.errors_base import OffloadError, one_of
+from offload.errors_base import OffloadError, one_of, shown
 
 
 class UnsupportedPairError(OffloadError, ValueError):
@@ -103,7 +103,7 @@ class UnknownNameError(OffloadError, ValueError):
         offered = ", ".join(repr(choice) for choice in self.choices) or "none"
         # `without` is what to say where there are no choices at all.
         ends = f"Choices: {offered}." if self.choices or not without else without
-        super().__init__(f"unknown {what} {name!r}{hint} {ends}")
+        super().__init__(f"unknown {what} {shown(name)}{hint} {ends}")
 
     @classmethod
     def layer(cls, name: str, names: Iterable[str], *, num_layers: int) -> UnknownNameError:

@@ -13,11 +13,12 @@ from typing import Literal, Self
 
 import attrs
 
+from offload.arguments import distinct_names, expect, refusal
 from offload.core.hazards import HazardTable
 from offload.core.kinds import Direction, Layout
 from offload.core.pages import PageAllocator, PagesLike, as_pages
 from offload.core.request import Pages, Part
-from offload.errors import GeometryError, RequestError, UnknownNameError
+from offload.errors import GeometryError, RequestError, UnknownNameError, shown
 from offload.group_member import Member, PageRule, by_model_layer, count_layers
 from offload.group_pages import GroupPages, PagePair, give_all, take_all
 from offload.group_sources import page_sources
@@ -48,10 +49,11 @@ class Pair:
         given: tuple[object, object] = (self.device, self.host)
         if not (isinstance(given[0], DevicePool) and isinstance(given[1], HostPool)):
             raise RequestError(
-                f"a device pool comes first and its host pool second; got {self.device!r} and "
-                f"{self.host!r}"
+                f"a device pool comes first and its host pool second; got {_named(given[0])} and "
+                f"{_named(given[1])}"
             )
         check_pair(self.device, self.host)
+        expect("Pair", "follows", self.follows, (str, type(None)), "the name of a member, or None")
         if not callable(self.pages) and self.pages not in ("same", "own"):
             raise UnknownNameError("pages=", self.pages, ["same", "own"])
         if self.pages == "own" and self.follows is not None:
@@ -126,15 +128,9 @@ class PoolGroup:
         anchor = self.members[0].device.spec.layer_names
         if layer_names is None and anchor and len(anchor) == self.num_layers:
             layer_names = anchor
-        self.layer_names = tuple(layer_names) if layer_names else ()
-        if self.layer_names and not (
-            len(self.layer_names) == len(set(self.layer_names)) == self.num_layers
-        ):
-            raise GeometryError(
-                "a group",
-                expected={"layer_names": f"{self.num_layers} distinct names, one per layer"},
-                got={"layer_names": list(self.layer_names)},
-            )
+        self.layer_names = (
+            () if layer_names is None else distinct_names("a group", layer_names, self.num_layers)
+        )
         self._index = {name: index for index, name in enumerate(self.layer_names)}
 
     def __repr__(self) -> str:
@@ -243,7 +239,12 @@ class PoolGroup:
             OutOfPagesError: A pool has too few; names its member. No page was taken.
             UnknownNameError: `members` names one that has no pages of its own.
         """
+        _check_side(side)
         counts = {} if members is None else members
+        if not isinstance(counts, Mapping):
+            raise refusal(
+                "alloc", "members", counts, "a mapping of names to numbers of pages, or None"
+            )
         self._check_own(counts)
         names = [self.anchor.name, *self._own]
         numbers = [n, *(counts.get(name, 0) for name in self._own)]
@@ -263,6 +264,8 @@ class PoolGroup:
             RequestError: A page is not allocated, or is given twice. No page was freed.
             UnknownNameError: `pages` names a member that has none of its own.
         """
+        _check_side(side)
+        expect("free", "pages", pages, GroupPages, "the GroupPages that alloc returned")
         self._check_own(pages.own)
         named = {self.anchor.name: pages.anchor, **pages.own}
         give_all([(self._allocator(side, name), ids) for name, ids in named.items()])
@@ -291,6 +294,17 @@ class PoolGroup:
                     value=pair,
                 )
         return members
+
+
+def _named(pool: object) -> str:
+    """Return a pool as its repr has it, and anything else as errors show it."""
+    return repr(pool) if isinstance(pool, (DevicePool, HostPool)) else shown(pool)
+
+
+def _check_side(side: object) -> None:
+    """Refuse a side that is none, where the other one would be taken for it."""
+    if side not in ("host", "device"):
+        raise UnknownNameError("side", side, ["host", "device"])
 
 
 def _check_pairs(members: Mapping[str, Pair]) -> None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from offload.core.pages import Bounds, PagesLike, as_pages, as_pair, first_repeat
 from offload.core.request import Pages, Part
-from offload.errors import GeometryError, RequestError
+from offload.errors import GeometryError, RequestError, shown
 from offload.pool import DevicePool, HostPool
 
 PageRule: TypeAlias = Callable[[NDArray[np.int64]], NDArray[np.int64]]
@@ -126,7 +126,7 @@ def count_layers(layers: Sequence[int]) -> int:
         raise GeometryError(
             "layers= of a pair",
             expected={"layers": "a sequence of integers"},
-            got={"layers": repr(layers)},
+            got={"layers": shown(layers)},
         ) from None
 
 

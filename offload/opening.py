@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from typing import cast
 
 from offload import registry
+from offload.arguments import expect, refusal
 from offload.blocking import BlockingScheduler
 from offload.core.batch import Limits
 from offload.core.kinds import AUTO
 from offload.driver.base import Driver
-from offload.errors import RequestError, UnknownNameError
+from offload.errors import RequestError, UnknownNameError, shown
 from offload.group import Pair, PoolGroup
 from offload.pool import DevicePool, HostPool
 from offload.route import Router
@@ -18,6 +19,8 @@ from offload.scheduler import Scheduler
 from offload.shell import Shell
 from offload.submit import Desk
 from offload.trace import Tracer
+
+_CALL = "open_scheduler"
 
 
 def open_scheduler(
@@ -52,11 +55,38 @@ def open_scheduler(
         UnknownNameError: No such io backend or driver.
         RequestError: A pool belongs to a scheduler that is open.
     """
+    _check_arguments(limits=limits, tracer=tracer, driver=driver, compute_streams=compute_streams)
     group = _group(device, host)
     router = Router.open(group, io_backend)
     made = _driver(group, driver, compute_streams)
     desk = Desk(group, router, made, tracer)
-    return Scheduler(Shell(group, made, limits or Limits(), tracer, desk))
+    return Scheduler(Shell(group, made, Limits() if limits is None else limits, tracer, desk))
+
+
+_DRIVER = frozenset(name for name in {**vars(Driver), **Driver.__annotations__} if name[0] != "_")
+"""What every driver has."""
+
+
+def _check_arguments(
+    *, limits: object, tracer: object, driver: object, compute_streams: object
+) -> None:
+    """Refuse arguments of the wrong type by their names.
+
+    Raises:
+        RequestError: One is.
+    """
+    expect(_CALL, "limits", limits, (Limits, type(None)), "a Limits, or None")
+    expect(_CALL, "tracer", tracer, (Tracer, type(None)), "a Tracer, or None")
+    if isinstance(compute_streams, (str, bytes)) or not isinstance(compute_streams, Sequence):
+        raise refusal(_CALL, "compute_streams", compute_streams, "a sequence of streams")
+    if driver is not None and not isinstance(driver, str) and not _is_driver(driver):
+        raise refusal(
+            _CALL, "driver", driver, "'cuda', 'threads', a registered name, a driver, or None"
+        )
+
+
+def _is_driver(made: object) -> bool:
+    return not isinstance(made, type) and _DRIVER.issubset(dir(made))
 
 
 def _group(device: DevicePool | PoolGroup, host: HostPool | None) -> PoolGroup:
@@ -86,7 +116,13 @@ def _driver(
     factory = registry.drivers().get(driver)
     if factory is None:
         raise UnknownNameError("driver", driver, ["cuda", "threads", *registry.drivers()])
-    return cast("Driver", factory(device=device, compute_streams=compute_streams))
+    made = factory(device=device, compute_streams=compute_streams)
+    if not _is_driver(made):
+        raise RequestError(
+            f"driver {driver!r}: what it registered made {shown(made)}, which is no driver.",
+            value=made,
+        )
+    return cast("Driver", made)
 
 
 def _cuda(group: PoolGroup, compute_streams: Sequence[object]) -> Driver:

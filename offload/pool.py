@@ -13,13 +13,13 @@ from typing import Self, TypeAlias
 import torch
 
 from offload import registry
-from offload.arguments import positive
+from offload.arguments import expect, positive
 from offload.core.axes import Axes
 from offload.core.geometry import Array, Component, ComponentGeometry, Geometry
 from offload.core.kinds import Layout
 from offload.core.layout import device_geometry, host_geometry
 from offload.core.pages import as_pages
-from offload.errors import GeometryError, RequestError
+from offload.errors import GeometryError, RequestError, shown
 from offload.pinned import Pinned, pinned_memory
 from offload.pool_adopt import adopt_device, adopt_host
 from offload.pool_base import BITS, Pool
@@ -54,6 +54,10 @@ class DevicePool(Pool):
             OutOfMemoryError: It has too little memory.
         """
         call = "DevicePool.allocate"
+        expect(call, "spec", spec, PoolSpec, "a PoolSpec")
+        expect(
+            call, "device", device, (str, int, torch.device), "a device such as 'cuda:0' or 'cpu'"
+        )
         positive(call, num_pages=num_pages)
         where = usable_device(call, device)
         geometry = device_geometry(
@@ -78,6 +82,7 @@ class DevicePool(Pool):
             GeometryError: Components, shapes, strides or dtypes are not those of `spec`, or two tensors
                 share bytes.
         """
+        expect("DevicePool.adopt", "spec", spec, PoolSpec, "a PoolSpec")
         geometry, held = adopt_device(spec, tensors, None if axes is None else Axes(axes))
         return cls(spec=spec, geometry=geometry, device=_device_of(held), tensors=held)
 
@@ -98,6 +103,7 @@ class HostPool(Pool):
 
         Pinning takes about 0.1 s per GB: call this before serving.
         """
+        expect("HostPool.like", "device", device, DevicePool, "a DevicePool")
         return cls.allocate(
             device.spec,
             num_pages=num_pages,
@@ -136,22 +142,23 @@ class HostPool(Pool):
             OutOfMemoryError: This machine has too little memory.
             CudaError: CUDA refuses to lock it, for another reason.
         """
-        positive("HostPool.allocate", num_pages=num_pages)
-        positive("HostPool.allocate", page_align=1 if page_align is None else page_align)
+        call = "HostPool.allocate"
+        expect(call, "spec", spec, PoolSpec, "a PoolSpec")
+        expect(call, "pinned", pinned, (bool, type(None)), "True, False or None")
+        positive(call, num_pages=num_pages)
+        positive(call, page_align=1 if page_align is None else page_align)
         pinned = torch.cuda.is_available() if pinned is None else pinned
         geometry = host_geometry(
             spec.kind,
             spec.parts,
-            _order("HostPool.allocate", _default(layout, axes), axes),
+            _order(call, _default(layout, axes), axes),
             num_layers=spec.num_layers,
             num_pages=num_pages,
             page_align=page_align or 1,
         )
         _check_padding(geometry)
         nbytes = num_pages * geometry.page_stride
-        with naming_bytes(
-            "HostPool.allocate", num_pages=num_pages, nbytes=nbytes, where="this machine"
-        ):
+        with naming_bytes(call, num_pages=num_pages, nbytes=nbytes, where="this machine"):
             geometry, tensors = _host_tensors(spec, geometry, pinned=pinned)
             cpu = torch.device("cpu")
             return cls(spec=spec, geometry=geometry, device=cpu, tensors=tensors, pinned=pinned)
@@ -175,6 +182,7 @@ class HostPool(Pool):
             GeometryError: Components, shapes, strides or dtypes are not those of `spec`, or two tensors
                 share bytes; or not one of `layout` and `axes` was given.
         """
+        expect("HostPool.adopt", "spec", spec, PoolSpec, "a PoolSpec")
         order = _order("HostPool.adopt", layout, axes)
         geometry, held = adopt_host(spec, tensors, order)
         pinned = torch.cuda.is_available() and all(tensor.is_pinned() for tensor in _all(held))
@@ -216,10 +224,14 @@ def _order(call: str, layout: str | Layout | None, axes: str | None) -> Layout |
         raise GeometryError(
             call,
             expected={"order": "one of layout= and axes="},
-            got={"order": "neither" if axes is None else f"layout={str(layout)!r} and {axes=}"},
+            got={
+                "order": "neither"
+                if axes is None
+                else f"layout={shown(layout)} and axes={shown(axes)}"
+            },
             remedy="Pass one, such as layout='page_first' or axes='p l t h d'.",
         )
-    return registry.layout(layout) if layout is not None else Axes(axes or "")
+    return Axes("" if axes is None else axes) if layout is None else registry.layout(layout)
 
 
 def _stored(component: Component) -> list[str]:

@@ -10,10 +10,10 @@ from operator import index
 import attrs
 import torch
 
-from offload.arguments import integer, positive
+from offload.arguments import distinct_names, expect, integer, positive
 from offload.core.geometry import Component
 from offload.core.kinds import PoolKind
-from offload.errors import GeometryError, RequestError, UnknownNameError, counted
+from offload.errors import GeometryError, RequestError, UnknownNameError, counted, shown
 
 
 @attrs.frozen
@@ -50,6 +50,17 @@ class PoolSpec:
     layer_names: tuple[str, ...] | None = None
     """A name for each layer, or None; every call that takes a layer takes either."""
 
+    def __attrs_post_init__(self) -> None:
+        expect("PoolSpec", "kind", self.kind, PoolKind, "a PoolKind")
+        call = f"PoolSpec.{self.kind}"
+        positive(call, num_layers=self.num_layers, page_size=self.page_size)
+        given: object = self.components
+        made = given if isinstance(given, tuple) and given else (given,)
+        for each in made:
+            expect(call, "components", each, ComponentSpec, "a tuple of ComponentSpec")
+        if self.layer_names is not None:
+            distinct_names(call, self.layer_names, self.num_layers)
+
     def __repr__(self) -> str:
         rows = (
             f"{c.name} {list(c.row_shape)} {str(c.dtype).removeprefix('torch.')}"
@@ -84,7 +95,7 @@ class PoolSpec:
         sizes = {"page_size": page_size, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         positive("PoolSpec.mha", num_layers=num_layers, **sizes)
         dims = {"k": head_dim, "v": head_dim if v_head_dim is None else v_head_dim}
-        if dims["v"] == 0:
+        if integer("PoolSpec.mha", "v_head_dim", dims["v"]) == 0:
             del dims["v"]
         else:
             positive("PoolSpec.mha", v_head_dim=dims["v"])
@@ -188,7 +199,8 @@ class PoolSpec:
             GeometryError: A size is not a positive integer, or there is no component.
         """
         positive("PoolSpec.state", num_layers=num_layers, ring_size=ring_size)
-        if not components:
+        given: object = components
+        if isinstance(given, Mapping) and not given:
             raise GeometryError(
                 "PoolSpec.state", expected={"components": "one or more"}, got={"components": 0}
             )
@@ -198,7 +210,7 @@ class PoolSpec:
             raise GeometryError(
                 "PoolSpec.state",
                 expected={"components": "a mapping such as {'ssm': ((64, 128), torch.float32)}"},
-                got={"components": repr(components)},
+                got={"components": shown(components)},
             ) from None
         made = [
             _component("PoolSpec.state", name, ring_size, shape, dtype, 1)
@@ -215,13 +227,11 @@ class PoolSpec:
         components: Sequence[ComponentSpec],
         layer_names: Sequence[str] | None,
     ) -> PoolSpec:
-        names = None if layer_names is None else tuple(layer_names)
-        if names is not None and not len(names) == len(set(names)) == num_layers:
-            raise GeometryError(
-                f"PoolSpec.{kind}",
-                expected={"layer_names": f"{num_layers} distinct names, one per layer"},
-                got={"layer_names": f"{len(names)} names, {len(set(names))} distinct"},
-            )
+        names = (
+            None
+            if layer_names is None
+            else distinct_names(f"PoolSpec.{kind}", layer_names, num_layers)
+        )
         return cls(kind, num_layers, page_size, tuple(components), names)
 
     @cached_property
@@ -264,8 +274,7 @@ def layer_number(layer: object, num_layers: int) -> int:
         number = index(layer)  # type: ignore[arg-type]
     except TypeError:
         raise RequestError(
-            f"layer {layer!r} is of type {type(layer).__name__!r}; it takes an index or a name.",
-            value=layer,
+            f"layer is {shown(layer)}; it takes an index or a name.", value=layer
         ) from None
     if not 0 <= number < num_layers:
         raise RequestError.out_of_range("layer", value=number, bound=num_layers)
@@ -284,7 +293,7 @@ def _component(
         raise GeometryError(
             f"{subject}, component {name!r}",
             expected={"dtype": "a torch.dtype"},
-            got={"dtype": repr(dtype)},
+            got={"dtype": shown(dtype)},
         )
     for size in row_shape:
         positive(f"{subject}, component {name!r}", shape=size)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from offload import registry
+from offload.arguments import expect
 from offload.core.checks import worst_runs
 from offload.core.geometry import Component, Geometry, matched
 from offload.core.kinds import AUTO, Direction, IoBackend, Layout, PoolKind, parse
@@ -79,7 +80,11 @@ def explain(
 
     Raises:
         UnknownNameError: A name is none of the choices.
+        RequestError: `spec` is none.
     """
+    from offload.spec import PoolSpec
+
+    expect("explain", "spec", spec, PoolSpec, "a PoolSpec")
     return explain_parts(
         spec.kind,
         spec.parts,

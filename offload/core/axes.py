@@ -30,6 +30,13 @@ class Axes:
 
     def __attrs_post_init__(self) -> None:
         """Refuse unknown, repeated or missing letters."""
+        given: object = self.text
+        if not isinstance(given, str):
+            raise GeometryError(
+                "axes",
+                expected={"type": "a string such as 'p l t h d'"},
+                got={"type": type(given).__name__},
+            )
         letters = self.order
         counts = {letter: letters.count(letter) for letter in dict.fromkeys([*letters, *"pd"])}
         expected: dict[str, object] = {}

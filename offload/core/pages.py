@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from offload.core.hazards import HazardTable, Pages
-from offload.errors import OutOfPagesError, RequestError
+from offload.errors import OutOfPagesError, RequestError, shown
 
 MAX_PAGES = 1 << 31
 """Page ids are below this: two of them fit into one sortable 64-bit key."""
@@ -223,7 +223,9 @@ class PageAllocator:
         try:
             n = operator.index(n)
         except TypeError:
-            raise RequestError(f"alloc of {n!r} pages: it takes an integer.", value=n) from None
+            raise RequestError(
+                f"alloc of {shown(n)} pages: it takes an integer.", value=n
+            ) from None
         if n < 0:
             raise RequestError(f"alloc of {n} pages: the number must not be negative.", value=n)
         with self.mutex:

@@ -35,7 +35,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import attrs
 
+from offload.arguments import expect, integer, positive, refusal
 from offload.counters import Tally
+from offload.errors import GeometryError
 from offload.trace import records as r
 from offload.trace.clock import Anchor
 from offload.trace.records import ASYNC_LANE, OpenRequest, Record, Scalar, Tags
@@ -51,8 +53,8 @@ EARLIER = 10**9
 class Recorder:
     """A ring of records, and who may add to it."""
 
-    capacity: int = attrs.field(default=DEFAULT_CAPACITY, validator=attrs.validators.ge(1))
-    rank: int = attrs.field(default=0, validator=attrs.validators.ge(0))
+    capacity: int = DEFAULT_CAPACITY
+    rank: int = 0
     labels: Callable[[], Tags | None] | None = attrs.field(default=None, kw_only=True)
     """Called in the frame of each submit; what it returns is shown with the request and with its copies."""
     active: bool = attrs.field(default=True, kw_only=True)
@@ -74,6 +76,13 @@ class Recorder:
     _lock: threading.Lock = attrs.field(factory=threading.Lock, init=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
+        positive("Tracer", capacity=self.capacity)
+        if integer("Tracer", "rank", self.rank) < 0:
+            raise GeometryError("Tracer", expected={"rank": "at least 0"}, got={"rank": self.rank})
+        if self.labels is not None and not callable(self.labels):
+            raise refusal("Tracer", "labels", self.labels, "a function, or None")
+        expect("Tracer", "active", self.active, bool, "True or False")
+        expect("Tracer", "anchor", self.anchor, Anchor, "what Anchor.take() returned")
         self.clear()
 
     def clear(self) -> None:

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
+from offload.arguments import expect, positive
 from offload.trace.clock import Anchor
 from offload.trace.recorder import Recorder
 
@@ -108,6 +110,9 @@ class Tracer(Recorder):
         from offload.trace.overlay import merge
         from offload.trace.write import export
 
+        _check_path("Tracer.export", "path", path)
+        if overlay is not None:
+            _check_path("Tracer.export", "overlay", overlay)
         if overlay is not None:
             return merge(self.timeline(), Path(overlay), Path(path))
         return export(self.timeline(), Path(path))
@@ -116,4 +121,11 @@ class Tracer(Recorder):
         """Draw the last `steps` forward passes, up to one that met a load (default: all), as a picture."""
         from offload.trace.picture import write
 
+        _check_path("Tracer.svg", "path", path)
+        if steps is not None:
+            positive("Tracer.svg", steps=steps)
         return write(self.timeline(), Path(path), steps=steps)
+
+
+def _check_path(call: str, name: str, path: object) -> None:
+    expect(call, name, path, (str, os.PathLike), "a path")
