@@ -30,7 +30,7 @@ from anyio.lowlevel import checkpoint
 import offload
 from bench.common import finish, options
 from bench.paper import NAME, PaperDriver
-from offload.core.pages import PagesLike
+from offload.core.page_ids import PagesLike
 from offload.driver.loops import poster
 
 LAYERS = 32

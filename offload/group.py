@@ -16,7 +16,8 @@ import attrs
 from offload.arguments import distinct_names, expect, refusal
 from offload.core.hazards import HazardTable
 from offload.core.kinds import Direction, Layout
-from offload.core.pages import PageAllocator, PagesLike, as_pages
+from offload.core.page_ids import PagesLike, as_pages
+from offload.core.pages import PageAllocator
 from offload.core.request import Pages, Part
 from offload.errors import GeometryError, RequestError, UnknownNameError, shown
 from offload.group_member import Member, PageRule, by_model_layer, count_layers

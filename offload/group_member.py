@@ -10,7 +10,7 @@ import attrs
 import numpy as np
 from numpy.typing import NDArray
 
-from offload.core.pages import Bounds, PagesLike, as_pages, as_pair, first_repeat
+from offload.core.page_ids import Bounds, PagesLike, as_pages, as_pair, first_repeat
 from offload.core.request import Pages, Part
 from offload.errors import GeometryError, RequestError, shown
 from offload.pool import DevicePool, HostPool

@@ -7,7 +7,8 @@ from contextlib import ExitStack, contextmanager
 
 import attrs
 
-from offload.core.pages import PageAllocator, PagesLike
+from offload.core.page_ids import PagesLike
+from offload.core.pages import PageAllocator
 from offload.core.request import Pages
 from offload.errors import OutOfPagesError
 

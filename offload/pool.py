@@ -18,7 +18,7 @@ from offload.core.axes import Axes
 from offload.core.geometry import Array, Component, ComponentGeometry, Geometry
 from offload.core.kinds import Layout
 from offload.core.layout import device_geometry, host_geometry
-from offload.core.pages import as_pages
+from offload.core.page_ids import as_pages
 from offload.errors import GeometryError, RequestError, shown
 from offload.pinned import Pinned, pinned_memory
 from offload.pool_adopt import adopt_device, adopt_host

@@ -19,7 +19,7 @@ from offload import acts
 from offload.admission import admit, submit_nowait
 from offload.closing import Closing, check_deadline
 from offload.core.kinds import Direction
-from offload.core.pages import PagesLike
+from offload.core.page_ids import PagesLike
 from offload.counters import Counters
 from offload.flight_warm import warm_up
 from offload.group import PagePair, PoolGroup

@@ -41,7 +41,7 @@ from offload.core.events import (
 )
 from offload.core.hazards import HazardTable
 from offload.core.machine import Machine
-from offload.core.pages import PagesLike
+from offload.core.page_ids import PagesLike
 from offload.core.request import Pages
 from offload.counters import Counters
 from offload.driver.base import Driver

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import attrs
 
 from offload.core.kinds import Direction
-from offload.core.pages import PagesLike
+from offload.core.page_ids import PagesLike
 from offload.core.request import PATIENCE, Part, Request, due
 from offload.driver.base import Driver, Event
 from offload.errors import RequestError

@@ -11,7 +11,7 @@ import attrs
 from offload import acts
 from offload.admission_thread import call, submit, submit_nowait
 from offload.core.kinds import Direction
-from offload.core.pages import PagesLike
+from offload.core.page_ids import PagesLike
 from offload.counters import Counters
 from offload.group import PagePair
 from offload.statistics import Statistics

@@ -16,7 +16,7 @@ import offload
 from offload import DevicePool, Pair, PoolGroup, PoolSpec, groups, rules
 from offload.core import plan
 from offload.core.kinds import Direction
-from offload.core.pages import PagesLike
+from offload.core.page_ids import PagesLike
 from offload.core.request import Pages
 from tests import oracle
 from tests.sched import contents, on_both, overwrite

@@ -15,7 +15,7 @@ import torch
 import offload
 from offload import DevicePool, HostPool, PoolSpec
 from offload.core.kinds import Direction, IoBackend, Layout
-from offload.core.pages import PagesLike
+from offload.core.page_ids import PagesLike
 from offload.testing import Hooks, ThreadsDriver
 from offload.verdict import cells
 from tests import oracle

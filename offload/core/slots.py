@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from offload.core.hazards import Pages
-from offload.core.pages import MAX_PAGES, PagesLike, as_pages
+from offload.core.page_ids import MAX_PAGES, PagesLike, as_pages
 from offload.errors import GeometryError, RequestError
 
 

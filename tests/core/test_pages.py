@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from offload.core.hazards import HazardTable
-from offload.core.pages import PageAllocator, PageStatistics, as_pages, as_pair, first_repeat
+from offload.core.page_ids import as_pages, as_pair, first_repeat
+from offload.core.pages import PageAllocator, PageStatistics
 from offload.errors import OutOfPagesError, RequestError
 
 

@@ -12,7 +12,8 @@ from offload.core.axes import Axes, require
 from offload.core.geometry import Array, Component
 from offload.core.kinds import Layout, PoolKind, parse
 from offload.core.layout import host_geometry, read_array
-from offload.core.pages import PageAllocator, as_pages
+from offload.core.page_ids import as_pages
+from offload.core.pages import PageAllocator
 from offload.core.slots import pages_from_slots
 from offload.errors import OffloadError, OutOfPagesError, RequestError
 

@@ -11,7 +11,7 @@ from offload.core import hazards
 from offload.core.batch import Limits
 from offload.core.budget import Budget
 from offload.core.hazards import HazardTable
-from offload.core.pages import PagesLike, as_pages, as_pair
+from offload.core.page_ids import PagesLike, as_pages, as_pair
 from offload.errors import RequestError
 
 PAGES = 8

@@ -17,7 +17,8 @@ from offload.core.batch import Piece
 from offload.core.events import Stop, Written
 from offload.core.hazards import HazardTable, Pages
 from offload.core.machine import Machine
-from offload.core.pages import PageAllocator, PagesLike
+from offload.core.page_ids import PagesLike
+from offload.core.pages import PageAllocator
 from offload.driver.base import Event
 from offload.driver.sim import SimDriver
 from offload.driver.sim_engine import Engine, SimOp, SimTicket
