@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import index
 
 from offload.errors import GeometryError, RequestError, shown
 
@@ -62,3 +63,20 @@ def positive(subject: str, **sizes: int) -> None:
     wrong = {name: size for name, size in sizes.items() if integer(subject, name, size) < 1}
     if wrong:
         raise GeometryError(subject, expected=dict.fromkeys(wrong, "at least 1"), got=wrong)
+
+
+def layer_number(layer: object, num_layers: int) -> int:
+    """Return a layer's index as an integer.
+
+    Raises:
+        RequestError: It is none of `0 .. num_layers - 1`.
+    """
+    try:
+        number = index(layer)  # type: ignore[arg-type]
+    except TypeError:
+        raise RequestError(
+            f"layer is {shown(layer)}; it takes an index or a name.", value=layer
+        ) from None
+    if not 0 <= number < num_layers:
+        raise RequestError.out_of_range("layer", value=number, bound=num_layers)
+    return number

@@ -13,7 +13,7 @@ from typing import Literal, Self
 
 import attrs
 
-from offload.arguments import distinct_names, expect, refusal
+from offload.arguments import distinct_names, expect, layer_number, refusal
 from offload.core.hazards import HazardTable
 from offload.core.kinds import Direction, Layout
 from offload.core.page_ids import PagesLike, as_pages
@@ -24,7 +24,6 @@ from offload.group_member import Member, PageRule, by_model_layer, count_layers
 from offload.group_pages import GroupPages, PagePair, give_all, take_all
 from offload.group_sources import page_sources
 from offload.pool import DevicePool, HostPool, check_pair
-from offload.spec import layer_number
 
 __all__ = ["GroupPages", "Member", "PagePair", "PageRule", "Pair", "PoolGroup"]
 

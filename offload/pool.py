@@ -7,7 +7,6 @@ addressing them comes from one geometry, whose strides were checked against the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from math import lcm
 from typing import Self, TypeAlias
 
 import torch
@@ -15,15 +14,15 @@ import torch
 from offload import registry
 from offload.arguments import expect, positive
 from offload.core.axes import Axes
-from offload.core.geometry import Array, Component, ComponentGeometry, Geometry
+from offload.core.geometry import ComponentGeometry, Geometry
 from offload.core.kinds import Layout
 from offload.core.layout import device_geometry, host_geometry
 from offload.core.page_ids import as_pages
-from offload.errors import GeometryError, RequestError, shown
-from offload.pinned import Pinned, pinned_memory
+from offload.errors import GeometryError, shown
 from offload.pool_adopt import adopt_device, adopt_host
-from offload.pool_base import BITS, Pool
-from offload.pool_memory import host_memory, naming_bytes, usable_device
+from offload.pool_allocate import device_tensors, host_tensors
+from offload.pool_base import BITS, Held, Pool
+from offload.pool_memory import naming_bytes, usable_device
 from offload.pool_pair import check_pair
 from offload.spec import PoolSpec
 
@@ -31,9 +30,6 @@ __all__ = ["BITS", "DevicePool", "HostPool", "Pool", "check_pair"]
 
 Tensors: TypeAlias = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
 """By array name, one tensor, or a list of one tensor per layer."""
-
-Held: TypeAlias = dict[str, torch.Tensor | list[torch.Tensor]]
-"""The same, as a pool holds it."""
 
 
 class DevicePool(Pool):
@@ -66,7 +62,7 @@ class DevicePool(Pool):
         nbytes = num_pages * spec.page_bytes
         place = "this machine" if where.type == "cpu" else str(where)
         with naming_bytes(call, num_pages=num_pages, nbytes=nbytes, where=place):
-            tensors = _device_tensors(spec, num_pages, where)
+            tensors = device_tensors(spec, num_pages, where)
             return cls(spec=spec, geometry=geometry, device=where, tensors=tensors)
 
     @classmethod
@@ -159,7 +155,7 @@ class HostPool(Pool):
         _check_padding(geometry)
         nbytes = num_pages * geometry.page_stride
         with naming_bytes(call, num_pages=num_pages, nbytes=nbytes, where="this machine"):
-            geometry, tensors = _host_tensors(spec, geometry, pinned=pinned)
+            geometry, tensors = host_tensors(spec, geometry, pinned=pinned)
             cpu = torch.device("cpu")
             return cls(spec=spec, geometry=geometry, device=cpu, tensors=tensors, pinned=pinned)
 
@@ -234,60 +230,6 @@ def _order(call: str, layout: str | Layout | None, axes: str | None) -> Layout |
     return Axes("" if axes is None else axes) if layout is None else registry.layout(layout)
 
 
-def _stored(component: Component) -> list[str]:
-    """Return the names under which a component may be stored: its own and its pieces'."""
-    return [component.name, *(name for name, _ in component.parts)]
-
-
-def _device_tensors(spec: PoolSpec, num_pages: int, where: torch.device) -> Held:
-    """Return zeroed memory for a device pool, by component one tensor for each layer."""
-    tensors: Held = {}
-    for part in spec.components:
-        shape = (num_pages * part.component.tokens, *part.row_shape)
-        nbytes = num_pages * part.component.nbytes
-        tensors[part.name] = [
-            _zeros(nbytes, where).view(part.dtype).view(shape) for _ in range(spec.num_layers)
-        ]
-    return tensors
-
-
-def _host_tensors(spec: PoolSpec, geometry: Geometry, *, pinned: bool) -> tuple[Geometry, Held]:
-    """Return memory for a host pool, by array; and the geometry, with the places where its parts meet."""
-    dtypes = {name: part.dtype for part in spec.components for name in _stored(part.component)}
-    tensors: Held = {}
-    breaks: dict[str, tuple[int, ...]] = {}
-    for array in geometry.arrays:
-        blocks = [
-            _host_block(array, geometry, pinned=pinned)
-            for _ in range(spec.num_layers if array.separate else 1)
-        ]
-        breaks[array.name] = blocks[0].breaks  # of equal sizes, so cut in the same places
-        made = [_shaped(block.memory, array, dtypes[array.name]) for block in blocks]
-        tensors[array.name] = made if array.separate else made[0]
-    return geometry.broken(breaks), tensors
-
-
-def _host_block(array: Array, geometry: Geometry, *, pinned: bool) -> Pinned:
-    """Return the memory of an array, and where its registrations meet if it is pinned."""
-    if not pinned:
-        return Pinned(host_memory(array.nbytes), ())
-    strides = [part.page_stride for part in geometry.components if part.array == array.name]
-    try:
-        return pinned_memory(array.nbytes, granule=lcm(*strides))
-    except OSError as error:
-        if error.errno is not None:
-            raise
-        raise RequestError(  # a library that cannot be loaded has no number
-            f"HostPool.allocate: pinned=True needs the CUDA driver: {error}. Leave pinned out."
-        ) from error
-
-
-def _shaped(block: torch.Tensor, array: Array, dtype: torch.dtype) -> torch.Tensor:
-    """Return memory in an array's shape."""
-    steps = tuple(stride // dtype.itemsize for stride in array.strides)
-    return block.view(dtype).as_strided(array.shape, steps)
-
-
 def _check_padding(geometry: Geometry) -> None:
     """Refuse a page stride that is no whole number of elements."""
     for part in geometry.components:
@@ -306,17 +248,11 @@ def _offsets(part: ComponentGeometry) -> list[int]:
     return offsets
 
 
-def _zeros(nbytes: int, device: torch.device) -> torch.Tensor:
-    if device.type == "cpu":
-        return host_memory(nbytes)
-    return torch.zeros(nbytes, dtype=torch.uint8, device=device)
-
-
-def _all(held: Mapping[str, torch.Tensor | list[torch.Tensor]]) -> list[torch.Tensor]:
+def _all(held: Held) -> list[torch.Tensor]:
     return [t for each in held.values() for t in (each if isinstance(each, list) else [each])]
 
 
-def _device_of(held: Mapping[str, torch.Tensor | list[torch.Tensor]]) -> torch.device:
+def _device_of(held: Held) -> torch.device:
     devices = {tensor.device for tensor in _all(held)}
     if len(devices) > 1:
         raise GeometryError(

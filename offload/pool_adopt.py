@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
 
 import torch
 
@@ -13,9 +12,8 @@ from offload.core.kinds import Layout
 from offload.core.layout import DEVICE_AXES, HOST_AXES, read_array, sizes_of
 from offload.errors import GeometryError
 from offload.pool_apart import check_apart
+from offload.pool_base import Held
 from offload.spec import PoolSpec
-
-Held: TypeAlias = dict[str, torch.Tensor | list[torch.Tensor]]
 
 
 def adopt_device(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 import attrs
@@ -12,6 +13,9 @@ from offload.core.geometry import ComponentGeometry, Geometry
 from offload.core.pages import PageAllocator
 from offload.pool_memory import flat_view
 from offload.spec import PoolSpec
+
+Held: TypeAlias = dict[str, torch.Tensor | list[torch.Tensor]]
+"""A pool's memory: by array name one tensor, or one for each layer."""
 
 BITS: dict[int, torch.dtype] = {
     1: torch.uint8,
@@ -31,7 +35,7 @@ class Pool:
     geometry: Geometry
     device: torch.device
 
-    tensors: dict[str, torch.Tensor | list[torch.Tensor]]
+    tensors: Held
     """By array name, in the layout's shape. The pool's own, or the adopted ones."""
 
     pinned: bool = False

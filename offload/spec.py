@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from math import prod
-from operator import index
 
 import attrs
 import torch
 
-from offload.arguments import distinct_names, expect, integer, positive
+from offload.arguments import distinct_names, expect, integer, layer_number, positive
 from offload.core.geometry import Component
 from offload.core.kinds import PoolKind
-from offload.errors import GeometryError, RequestError, UnknownNameError, counted, shown
+from offload.errors import GeometryError, UnknownNameError, counted, shown
 
 
 @attrs.frozen
@@ -262,23 +261,6 @@ class PoolSpec:
                 raise UnknownNameError.layer(layer, names, num_layers=self.num_layers)
             return names.index(layer)
         return layer_number(layer, self.num_layers)
-
-
-def layer_number(layer: object, num_layers: int) -> int:
-    """Return a layer's index as an integer.
-
-    Raises:
-        RequestError: It is none of `0 .. num_layers - 1`.
-    """
-    try:
-        number = index(layer)  # type: ignore[arg-type]
-    except TypeError:
-        raise RequestError(
-            f"layer is {shown(layer)}; it takes an index or a name.", value=layer
-        ) from None
-    if not 0 <= number < num_layers:
-        raise RequestError.out_of_range("layer", value=number, bound=num_layers)
-    return number
 
 
 def _component(
