@@ -72,8 +72,12 @@ class Home:
         Raises:
             RequestError: It runs on another thread, or on another loop of this thread.
         """
-        if self._asyncio is not None and self._surely():
-            return
+        if self._asyncio is not None:
+            try:
+                if asyncio.get_running_loop() is self._asyncio:
+                    return  # on this thread, and in the process that started it
+            except RuntimeError:
+                pass  # none runs here
         self.check_process(call)
         if threading.get_ident() != self._thread:
             raise RequestError(
@@ -85,13 +89,6 @@ class Home:
                 f"{call} was called on another event loop than the scheduler's. A scheduler "
                 "belongs to the loop that opened it; open one per loop."
             )
-
-    def _surely(self) -> bool:
-        """Return whether asyncio runs our loop right here: on this thread, and in the process that started it."""
-        try:
-            return asyncio.get_running_loop() is self._asyncio
-        except RuntimeError:
-            return False
 
     def _running(self) -> bool:
         """Return whether our loop runs on this thread; or none does, and ours may go on."""

@@ -193,7 +193,6 @@ class Scheduler:
 
     async def _submit(self, submission: Submission) -> Transfer:
         await checkpoint_if_cancelled()
-        self._shell.refuse_closed()
         if self._shell.line.open_for(submission.priority, submission.nbytes):
             return admit(self._shell, submission)
         if submission.hold is not None:

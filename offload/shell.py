@@ -18,7 +18,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 import anyio
 import attrs
@@ -427,9 +427,11 @@ class Shell:
                 self._kick(batch)
 
     def _issue(self, batch: Batch) -> None:
+        route = batch.route
+        assert isinstance(route, Route)
         flight = Flight(
             batch,
-            cast("Route", batch.route),
+            route,
             self.bell,
             self._report,
             self.counters.of(batch.direction),

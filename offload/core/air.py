@@ -33,10 +33,8 @@ class Air:
 
     def push(self, piece: Piece) -> None:
         """Queue a piece that may be issued."""
-        self._queue(piece.request.direction).push(piece)
-
-    def _queue(self, direction: Direction) -> Queue:
-        return self.loads if direction is Direction.LOAD else self.backups
+        queue = self.loads if piece.request.direction is Direction.LOAD else self.backups
+        queue.push(piece)
 
     def batch(self, number: int) -> Batch:
         """Return a batch that is in the air.
@@ -85,7 +83,7 @@ class Air:
 
     def _room(self, direction: Direction) -> Piece | None:
         """Return the most urgent piece of a direction if it may be issued now."""
-        queue = self._queue(direction)
+        queue = self.loads if direction is Direction.LOAD else self.backups
         head = queue.head() if queue.heaps else None
         if head is None or (self.budget.bounded and not self.budget.has_room(head)):
             return None
@@ -103,7 +101,8 @@ class Air:
         return len(free) >= MAX_FLIGHTS and min(free) <= due
 
     def _issue(self, direction: Direction, limit: Callable[[Piece], int]) -> Batch:
-        pieces = self._queue(direction).take(*self.budget.of_batch())
+        queue = self.loads if direction is Direction.LOAD else self.backups
+        pieces = queue.take(*self.budget.of_batch())
         self._last += 1
         head = pieces[0]
         batch = Batch(

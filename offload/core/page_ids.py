@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import SupportsIndex, TypeAlias
+from typing import SupportsIndex, TypeAlias, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,11 @@ _INT64 = np.dtype(np.int64)
 
 _MANY = 65_536
 """Pages from which a map of one byte a page is the quicker check, as it mostly finds nothing."""
+
+_FEW = 8
+"""Pages up to which a loop in Python costs half of what numpy does, or less."""
+
+_Plain: TypeAlias = "list[int] | Pages"
 
 Bounds: TypeAlias = NDArray[np.uint64]
 
@@ -63,6 +68,8 @@ def as_pair(one: PagesLike, other: PagesLike, bounds: Bounds) -> tuple[Pages, Pa
     """
     if not (_plain(one) and _plain(other)):
         return None
+    if len(one) <= _FEW:
+        return _few(one, other, bounds.item(0), bounds.item(1))
     try:
         both = np.array((one, other))
     except ValueError:  # not equally long, to begin with
@@ -75,13 +82,24 @@ def as_pair(one: PagesLike, other: PagesLike, bounds: Bounds) -> tuple[Pages, Pa
     return None if np.count_nonzero(ids >= bounds) else (both[0], both[1])
 
 
-def _plain(pages: PagesLike) -> bool:
+def _few(one: _Plain, other: _Plain, bound: int, other_bound: int) -> tuple[Pages, Pages] | None:
+    """Do the same with so few pages that plain integers are the quicker way."""
+    if len(one) != len(other):
+        return None
+    for pages, most in ((one, bound), (other, other_bound)):
+        for page in pages if isinstance(pages, list) else pages.tolist():
+            if type(page) is not int or not 0 <= page < most:
+                return None
+    return np.array(one, np.int64), np.array(other, np.int64)
+
+
+def _plain(pages: PagesLike) -> TypeGuard[_Plain]:
     """Return whether these are an int64 array, or a list that begins with an integer.
 
     Beside integers numpy takes truth values for 0 and 1, but a list of them is no list of pages.
     """
     if type(pages) is np.ndarray:
-        return pages.dtype is _INT64
+        return pages.dtype is _INT64 and pages.ndim == 1
     return type(pages) is list and bool(pages) and type(pages[0]) is int
 
 
