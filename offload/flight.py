@@ -7,9 +7,10 @@ of writes is what makes that safe: bytes, then count, then whoever waits.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 import attrs
@@ -32,36 +33,49 @@ LOOK_S = 0.5
 
 @attrs.define(eq=False)
 class Bell:
-    """Wakes threads that wait for progress. One per scheduler: few threads wait, for short times.
+    """Wakes threads that wait for progress. One per scheduler.
 
-    A waiter counts itself in before it looks, and progress is written before the count is read; so
-    either the waiter sees the progress or the writer sees the waiter.
+    A waiter enters itself before it looks, and progress is written before waiters are looked up; so either the
+    waiter sees the progress or who rings sees the waiter. Who rings asks for each whether it has what it waits
+    for: a thread that is woken for nothing costs a switch there and back, on a core that a forward needs.
     """
 
-    waiting: int = 0
-    _changed: threading.Condition = attrs.field(factory=threading.Condition)
+    waiting: list[tuple[Callable[[], bool], SimpleQueue[None]]] = attrs.field(factory=list)
+    """What each waits for, and where it sleeps."""
 
     def ring(self) -> None:
-        """Wake all waiting threads, if there are any. Any thread."""
-        if self.waiting:
-            with self._changed:
-                self._changed.notify_all()
+        """Wake the threads that have what they wait for. Any thread."""
+        for reached, bed in self.waiting.copy():
+            if reached():
+                bed.put(None)
 
-    def wait(self, reached: Callable[[], bool], timeout: float | None) -> bool:
-        """Block this thread until `reached()`; return whether it was. `reached` may raise."""
+    def wait(
+        self, reached: Callable[[], bool], timeout: float | None, *, quick: bool = True
+    ) -> bool:
+        """Block this thread until `reached()`; return whether it was.
+
+        Args:
+            quick: Whether `reached` is a few reads, so that threads that ring may ask it. Else each ring wakes
+                this thread.
+        """
         end = None if timeout is None else time.monotonic() + timeout
-        with self._changed:
-            self.waiting += 1
-            try:
-                while not reached():
-                    left = None if end is None else end - time.monotonic()
-                    if left is not None and left <= 0:
-                        return False
-                    # A loop that is closed rings no bell: who waits looks for that himself.
-                    self._changed.wait(LOOK_S if left is None else min(left, LOOK_S))
-                return True
-            finally:
-                self.waiting -= 1
+        waiter = (reached if quick else _always, SimpleQueue[None]())
+        self.waiting.append(waiter)
+        try:
+            while not reached():
+                left = None if end is None else end - time.monotonic()
+                if left is not None and left <= 0:
+                    return False
+                # A loop that is closed rings no bell: who waits looks for that himself.
+                with suppress(Empty):
+                    waiter[1].get(timeout=LOOK_S if left is None else min(left, LOOK_S))
+            return True
+        finally:
+            self.waiting.remove(waiter)
+
+
+def _always() -> bool:
+    return True
 
 
 @attrs.define(eq=False, repr=False)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+
 import pytest
 
 import offload
-from offload.flight import Flight
+from offload.flight import Bell, Flight
 from offload.shell import Shell
 from offload.testing import Hooks, ThreadsDriver
 from tests.sched import on_both, threads_scheduler
@@ -44,3 +47,51 @@ async def test_a_flight_that_breaks_tells_of_its_error_and_of_its_end(
         with pytest.raises(offload.TransferFailed):
             await (await scheduler.load(host_pages=[1], device_pages=[2]))
     assert told[:2] == [(2, False), (2, True)]
+
+
+class Asleep:
+    """A thread that waits at a bell for a number of layers."""
+
+    def __init__(self, bell: Bell, landed: Callable[[], bool], *, quick: bool = True) -> None:
+        self.looked: list[bool] = []
+        """Each look of its own at what it waits for."""
+        self.looks = threading.Semaphore(0)
+        self._landed = landed
+        self.thread = threading.Thread(
+            target=lambda: bell.wait(self._look, timeout=30.0, quick=quick)
+        )
+        self.thread.start()
+        self.looks.acquire()
+
+    def _look(self) -> bool:
+        found = self._landed()
+        if threading.current_thread() is self.thread:
+            self.looked.append(found)
+            self.looks.release()
+        return found
+
+
+def test_a_bell_wakes_nobody_who_has_to_go_on_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of eight threads that wait for one layer each, a landing wakes the one whose layer it is."""
+    monkeypatch.setattr("offload.flight.LOOK_S", 30.0)
+    bell, landed = Bell(), set[int]()
+    asleep = [Asleep(bell, lambda layer=layer: layer in landed) for layer in range(8)]  # type: ignore[misc]
+    for layer, each in enumerate(asleep):
+        landed.add(layer)
+        bell.ring()
+        each.thread.join()
+        assert [len(other.looked) for other in asleep] == [2] * (layer + 1) + [1] * (7 - layer)
+    assert not bell.waiting
+
+
+def test_a_bell_wakes_whoever_looks_for_long_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it waits for is asked on its own thread alone."""
+    monkeypatch.setattr("offload.flight.LOOK_S", 30.0)
+    bell, landed = Bell(), set[int]()
+    asleep = Asleep(bell, lambda: 1 in landed, quick=False)
+    bell.ring()
+    asleep.looks.acquire()
+    landed.add(1)
+    bell.ring()
+    asleep.thread.join()
+    assert asleep.looked == [False, False, True]
