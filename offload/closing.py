@@ -97,6 +97,10 @@ class Closing:
             await shell.driver.quiesce()
             if shell.working:
                 await shell.change()
+        if shell.fault is not None:
+            await (
+                shell.driver.quiesce()
+            )  # it decides no more, and what is in the air lands all the same
 
     def _cancel_queued_soon(self) -> None:
         """Cancel everything that was not issued, a chunk per turn of the loop; nobody waits for it."""

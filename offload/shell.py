@@ -154,7 +154,7 @@ class Shell:
             self.driver.close()
         finally:
             if self.fault is not None and all(flight.over for flight in self._flights.values()):
-                self.machine.forget()  # what it had decided is void, and nothing moves
+                self.machine.forget(self.tenancy)  # what it had decided is void, and nothing moves
             self.tenancy.give_back()
         if self.tracer is not None:
             self.tracer.closed()
@@ -308,7 +308,7 @@ class Shell:
                 flight = self._arrivals.popleft()
                 self._absorb(flight)
                 pieces += len(flight.batch.pieces)
-            if self.machine.waiting():
+            if self.machine.waiting() and self.stuck is None:
                 self.handle(_FLUSH)
                 more = more or (self.machine.waiting() and self.machine.flushable())
             if more or self._arrivals:
@@ -330,8 +330,10 @@ class Shell:
             done += 1
             try:
                 self._inbox.popleft()()
-            except BaseException as error:  # noqa: BLE001 - raised where the scheduler is left
-                self._break(error)
+            except BaseException as error:
+                self._break(error)  # raised where the scheduler is left
+                if not isinstance(error, Exception):  # a signal's, and that is the caller's as well
+                    raise
         return not self._inbox
 
     def _absorb(self, flight: Flight) -> None:

@@ -70,5 +70,5 @@ class Tenancy:
                 self.driver.stream(flight.batch.direction).kick()
         if not still:
             with self._burial:
-                self.machine.forget()
+                self.machine.forget(self)
                 self.give_back()

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import linecache
+import os
+import sys
 import threading
 from collections.abc import Callable, Coroutine, Generator
-from types import coroutine
+from types import CodeType, FrameType, coroutine
 from typing import Any
 
 import anyio
@@ -197,13 +201,91 @@ def test_what_interrupts_the_end_of_a_blocking_block_is_not_a_note() -> None:
     def join(timeout: float | None = None) -> None:
         raise KeyboardInterrupt
 
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        pytest.raises(KeyboardInterrupt) as raised,
-        scheduler,
-    ):
-        patch.setattr(thread, "join", join)
-        raise OSError("body")
+    def body(patch: pytest.MonkeyPatch) -> None:
+        with scheduler:
+            patch.setattr(thread, "join", join)
+            raise OSError("body")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt) as raised:
+        body(patch)
     assert isinstance(raised.value.__context__, OSError)
     scheduler.close()
     assert set(threading.enumerate()) - before == set()
+
+
+class Alarm(BaseException):
+    """What a signal's handler raises."""
+
+
+OURS = os.path.dirname(offload.__file__)
+
+
+@functools.cache
+def calls(code: CodeType, line: int) -> bool:
+    """Return whether a line of ours calls or loops: there the interpreter looks for signals."""
+    text = linecache.getline(code.co_filename, line)
+    return "(" in text or text.lstrip().startswith("for ")
+
+
+def raising_at(nth: int, act: Callable[[], object]) -> int:
+    """Do something, and raise `Alarm` at its nth line in offload that calls; return how many it took."""
+    passed = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:
+        nonlocal passed
+        if event == "call" and not frame.f_code.co_filename.startswith(OURS):
+            return None
+        if event == "line" and calls(frame.f_code, frame.f_lineno):
+            passed += 1
+            if passed == nth:
+                sys.settrace(None)
+                raise Alarm
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        act()
+    finally:
+        sys.settrace(before)
+    return passed
+
+
+def submits(scheduler: offload.Scheduler) -> None:
+    """Submit what takes all ways: free pages, shared ones, several, those of a streaming backup."""
+    scheduler.load_nowait(host_pages=[1], device_pages=[1])
+    scheduler.load_nowait(host_pages=[1, 2], device_pages=[0, 2], deadline=scheduler.now() + 60)
+    stream = scheduler.backup_nowait(device_pages=[1, 3], host_pages=[3, 4], streaming=True)
+    stream.layer_written(0)
+    scheduler.busy(device_pages=[0])
+    scheduler.backup_nowait(device_pages=[1], host_pages=[3]).cancel()
+
+
+async def raised_in_submits(
+    line: int, device: offload.DevicePool, host: offload.HostPool
+) -> int | None:
+    """Raise at a line of submits, and leave; check that the pools are free. Return how many lines there are."""
+    count: int | None = None
+    with contextlib.suppress(Alarm):
+        async with offload.open_scheduler(device, host, driver=SimDriver()) as scheduler:
+            await scheduler.load(host_pages=[0], device_pages=[0])
+            await checkpoint()
+            count = raising_at(line, lambda: submits(scheduler))
+    for pool in (device, host):
+        assert not pool.pages.table.held(), f"line {line}"
+        assert pool.pages.table.owner is None
+    return count
+
+
+@on_loops("asyncio")
+async def test_a_signal_at_any_line_of_a_submit_leaves_the_pools_free() -> None:
+    """Raised at each line in turn, whatever was half done, no page is held when the scheduler has been left."""
+    device, host = pools()
+    line, count = 1, None
+    while count is None:
+        count = await raised_in_submits(line, device, host)
+        line += 1
+    assert line > 300
+    async with offload.open_scheduler(device, host) as scheduler:
+        await scheduler.backup(device_pages=range(4), host_pages=range(4))
+        await (await scheduler.load(host_pages=range(4), device_pages=range(4)))

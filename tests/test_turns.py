@@ -9,8 +9,8 @@ import pytest
 
 import offload
 from offload import acts, closing, shell, timer
-from offload.testing import Hooks, ThreadsDriver
-from tests.sched import contents, on_both, sim_scheduler, state, threads_scheduler
+from offload.testing import Hooks, SimDriver, ThreadsDriver
+from tests.sched import contents, on_both, pools, sim_scheduler, state, threads_scheduler
 
 
 @on_both
@@ -137,3 +137,27 @@ async def test_posts_of_threads_are_taken_in_several_turns() -> None:
             await first
             await scheduler.idle(device_pages=[0])
             assert [state(load) for load in loads] == ["cancelled"] * 7
+
+
+@on_both
+async def test_a_broken_scheduler_keeps_no_loop_busy() -> None:
+    """After a fault of ours nothing is issued any more, and no turn asks for the next because of that."""
+    turns: list[object] = []
+    inner = shell.Shell._turn
+
+    def turn(self: shell.Shell) -> None:
+        turns.append(self)
+        inner(self)
+
+    async def body() -> None:
+        async with offload.open_scheduler(*pools(), driver=SimDriver()) as scheduler:
+            await scheduler.load(host_pages=[0], device_pages=[0])
+            scheduler._shell._inbox.append(lambda: 1 / 0)  # type: ignore[arg-type]
+            for _ in range(20):
+                await anyio.lowlevel.checkpoint()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shell.Shell, "_turn", turn)
+        with pytest.raises(ZeroDivisionError):
+            await body()
+    assert 0 < len(turns) < 5

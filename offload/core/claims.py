@@ -30,11 +30,20 @@ class Claims:
     orphans: int = -1
     """Claims of holders up to this one are nobody's any more, and stay for ever."""
 
+    _youngest: int = -1
+    _kept: dict[HazardTable, Pages] = attrs.field(factory=dict)
+    """What was claimed in a table when it was opened, by holders up to the youngest."""
+
     def open(self) -> int:
         """Return the youngest holder that ever claimed anything in these tables."""
         tables = [table for pair in self.tables for table in pair]
         youngest = max(table.youngest() for table in tables)
-        if any(table.held() for table in tables):
+        self._youngest = youngest
+        for table in tables:
+            counts = table.counts()
+            if counts is not None:
+                self._kept[table] = counts
+        if self._kept:
             self.orphans = youngest
         return youngest
 
@@ -81,6 +90,13 @@ class Claims:
                 host.release(number, host_pages, write=not load)
             if piece.stream is None:
                 device.release(number, device_pages, write=load)
+
+    def forget(self, owner: object) -> None:
+        """Void all claims since `open`, also one that a signal has left half made, in tables of this owner."""
+        for pair in self.tables:
+            for table in pair:
+                if table.owner is owner:
+                    table.restore(self._kept.get(table), self._youngest)
 
     def ahead_of(self, load: Request) -> set[int]:
         """Return whom a load would have to follow."""

@@ -138,6 +138,18 @@ class HazardTable:
                 else:
                     del self._reading[holder]
 
+    def counts(self) -> Pages | None:
+        """Return who holds what, for `restore`; None when nobody holds anything."""
+        with self.mutex:
+            return self._counter.copy() if self._counter.any() else None
+
+    def restore(self, counts: Pages | None, youngest: int) -> None:
+        """Void all claims since `counts` were taken, half-made ones too; `youngest` was the last holder then."""
+        with self.mutex:
+            self._counter[:] = 0 if counts is None else counts
+            self._reading = {each: n for each, n in self._reading.items() if each <= youngest}
+            self.releases += 1
+
     def youngest(self) -> int:
         """Return the last holder that claimed anything, alive or not; -1 for nobody. Looks at every page."""
         with self.mutex:

@@ -170,14 +170,14 @@ class Machine:
         """Return the requests that have not settled."""
         return [p for p in self._pieces.values() if p.parent is None and p.state in OPEN]
 
-    def forget(self) -> None:
-        """Release the claims of everything. For the end: nothing moves, and no event comes any more."""
+    def forget(self, owner: object = None) -> None:
+        """Void all claims in tables of this owner. For the end: nothing moves, and no event comes any more."""
         while self._pieces:
             piece = self._pieces.popitem()[1]
             piece.touched |= piece.batch is not None
             if piece.request.direction is Direction.BACKUP:
                 self._note_torn(piece)
-            self.claims.release(piece)
+        self.claims.forget(owner)
 
     def pending(self) -> bool:
         """Return whether any page is still claimed, or a batch still in the air."""
