@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import attrs
 import numpy as np
@@ -19,11 +19,12 @@ from numpy.typing import NDArray
 
 import offload
 from bench.common import best, finish, options
+from bench.paper import Nothing, PaperDriver, PaperStream
 from offload.backend.base import Access, PoolCopy
 from offload.core.geometry import Geometry
 from offload.core.kinds import Direction, PoolKind
 from offload.core.plan import Runs, coalesce
-from offload.driver.base import Event, Flight
+from offload.driver.base import Flight
 from offload.groups import DeepSeekV4, deepseek_v4
 from offload.pool import DevicePool, HostPool
 
@@ -35,27 +36,18 @@ SIZES = DeepSeekV4(
 WINDOW_PAGES = 64
 
 
-class NoCopy:
+class NoCopy(Nothing):
     """Prepared copies that know what they would move, and move nothing."""
 
     def __init__(self, both: PoolCopy) -> None:
+        super().__init__(ops=1)
         self.both = both
         self.pages = both.pages
         """What a kernel would be given; found once per page rule."""
 
-    def copy(self, layer: int) -> None:
-        """Do nothing."""
-
     def nbytes(self, layer: int) -> int:
         """Return the bytes that a copy would move."""
         return self.both.layer_bytes
-
-    def num_ops(self, layer: int) -> int:
-        """Return how many launches that is."""
-        return 1
-
-    def poison(self, layer: int) -> None:
-        """Do nothing."""
 
     def accesses(self, layer: int) -> Sequence[Access]:
         """Return what a copy would read and write."""
@@ -79,29 +71,10 @@ def column(kind: PoolKind, direction: Direction, host: Geometry, device: Geometr
     return "none"
 
 
-class Landed:
-    """An event that has always happened."""
-
-    def query(self) -> bool:
-        """Return that it has."""
-        return True
-
-    def wait(self, timeout: float | None = None) -> bool:
-        """Return that it has."""
-        return True
-
-    def watch(self, callback: Callable[[], object]) -> None:
-        """Call back at once."""
-        callback()
-
-
 @attrs.define(eq=False)
-class Inline:
-    """A stream and its driver in one: flights run where they are carried, and what that takes is noted."""
+class TimedStream(PaperStream):
+    """Runs flights where they are carried, and notes what that takes."""
 
-    name: str = "inline"
-    fences: bool = False
-    lost: BaseException | None = None
     prepared: float = 0.0
     """Seconds of `prepare`, of the last flight."""
 
@@ -112,73 +85,17 @@ class Inline:
     """Seconds of publishing that they have landed."""
 
     layers: int = 0
-    event: Event = attrs.field(factory=Landed)
-
-    def stream(self, name: str) -> Inline:
-        """Return itself."""
-        return self
 
     def carry(self, flight: Flight) -> None:
         """Prepare and issue a flight, then let it land."""
         start = time.perf_counter()
         flight.prepare()
         prepared = time.perf_counter()
-        self.layers = 0
-        while (handed := flight.next_layer()) is not None:
-            layer, work = handed
-            work()
-            flight.issued(layer, self.event)
-            self.layers += 1
+        self.layers = self.issue(flight)
         issued = time.perf_counter()
-        for layer in range(self.layers):
-            flight.landed(layer, 0, 0)
+        self.land(self.layers)
         self.prepared, self.issued = prepared - start, issued - prepared
         self.landed = time.perf_counter() - issued
-        flight.ended()
-
-    def kick(self) -> None:
-        """Do nothing."""
-
-    def wait(self, event: Event) -> None:
-        """Do nothing."""
-
-    def record(self) -> Event:
-        """Return an event that has happened."""
-        return self.event
-
-    def compute_stream(self) -> Inline:
-        """Return itself."""
-        return self
-
-    def marks(self) -> tuple[Event, ...]:
-        """Return nothing to wait for."""
-        return ()
-
-    def events(self, after: object) -> tuple[Event, ...]:
-        """Return nothing to wait for."""
-        return ()
-
-    def capturing(self) -> bool:
-        """Return that no graph is captured."""
-        return False
-
-    def now(self) -> float:
-        """Return the time."""
-        return time.perf_counter()
-
-    def now_ns(self) -> int:
-        """Return the time in nanoseconds."""
-        return time.perf_counter_ns()
-
-    @property
-    def alarm(self) -> None:
-        """The loop's own."""
-
-    async def quiesce(self) -> None:
-        """Return: nothing stays in the air."""
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 @attrs.define
@@ -214,7 +131,8 @@ async def loads(anchor_pages: int, repeats: int) -> tuple[list[Took], int]:
         num_swa_host_pages=WINDOW_PAGES * 2,
         layout="page_first",
     )
-    driver = Inline()
+    stream = TimedStream("load")
+    driver = PaperDriver(lambda name: stream)
     host, device = shuffled(anchor_pages, pool, 0), shuffled(anchor_pages, pool, 1)
     window = offload.PagePair(
         host_pages=shuffled(WINDOW_PAGES, WINDOW_PAGES * 2, 2),
@@ -232,10 +150,10 @@ async def loads(anchor_pages: int, repeats: int) -> tuple[list[Took], int]:
             whole = time.perf_counter() - start
             await scheduler.idle(host_pages=host, device_pages=device)
             found.append(
-                Took(submitted - start, driver.prepared, driver.issued, driver.landed, whole)
+                Took(submitted - start, stream.prepared, stream.issued, stream.landed, whole)
             )
     copies = sum(len(pool.layers) for pool in SIZES.pools().values())
-    assert driver.layers == len(SIZES.compress_ratios)
+    assert stream.layers == len(SIZES.compress_ratios)
     return found, copies
 
 

@@ -81,12 +81,19 @@ class PaperStream:
 
     def carry(self, flight: Flight) -> None:
         flight.prepare()
+        self.issue(flight)
+
+    def issue(self, flight: Flight) -> int:
+        """Issue all layers of a flight; return how many there are."""
+        layers = 0
         while (step := flight.next_layer()) is not None:
             layer, work = step
             work()
             flight.issued(layer, PASSED)
+            layers += 1
         self.issued_at = time.thread_time()
         self.flights.append(flight)
+        return layers
 
     def kick(self) -> None:
         """Nothing waits here."""
@@ -114,9 +121,9 @@ class PaperDriver:
     lost = None
     alarm = None
 
-    def __init__(self) -> None:
-        self.load = PaperStream("load")
-        self.backup = PaperStream("backup")
+    def __init__(self, stream: Callable[[str], PaperStream] = PaperStream) -> None:
+        self.load = stream("load")
+        self.backup = stream("backup")
 
     def stream(self, name: str) -> PaperStream:
         return self.load if name == "load" else self.backup

@@ -32,6 +32,7 @@ from prometheus_client.core import (
 
 from offload.counters import Counters, DirectionCounters, Histogram
 from offload.trace import Tracer
+from offload.trace.pools import Pool
 
 DIRECTIONS = ("load", "backup")
 WHERE = ("device", "rank")
@@ -44,34 +45,6 @@ class Counted(Protocol):
     @property
     def counters(self) -> Counters:
         """Its live counts."""
-
-
-class PageCounts(Protocol):
-    """What a pool's allocator tells of itself."""
-
-    @property
-    def num_free(self) -> int: ...
-    @property
-    def num_locked(self) -> int: ...
-    @property
-    def num_allocated(self) -> int: ...
-
-
-class Pages(Protocol):
-    """A pool's allocator."""
-
-    def statistics(self) -> PageCounts: ...
-
-
-class Pool(Protocol):
-    """A host pool."""
-
-    @property
-    def num_pages(self) -> int: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def pages(self) -> Pages: ...
 
 
 @attrs.frozen

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import attrs
 
 if TYPE_CHECKING:
+    from offload.core.pages import PageStatistics
     from offload.trace.tracer import Tracer
 
 
@@ -20,6 +21,7 @@ class Pages(Protocol):
 
     @property
     def num_free(self) -> int: ...
+    def statistics(self) -> PageStatistics: ...
 
 
 class Pool(Protocol):
