@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import attrs
 import numpy as np
 
 from offload.core.batch import Piece, State
 from offload.core.events import Cancel, Unblock, Written
+from offload.driver.base import Event
+from offload.driver.foreign import ForeignEvent
 from offload.holding import HoldBlock, refuse_held, refuse_held_pages
 from offload.ride import Ride
 
@@ -58,6 +61,46 @@ def _abandon(ride: Ride, error: BaseException | None) -> None:
     shell.ask_for_turn()
 
 
+def watch(ride: Ride, piece: int, marks: Sequence[Event]) -> None:
+    """Let a queued piece of a request go when its marks have landed; fail the request when one raises."""
+    try:
+        for mark in marks:
+            mark.watch(_Watch(ride, piece, mark))
+    except BaseException as error:
+        _fail_all(ride, error)  # nothing would let it go
+        if not isinstance(error, Exception):  # a signal's
+            raise
+
+
+@attrs.define(eq=False)
+class _Watch:
+    """What a mark calls when it has landed, on any thread. More than once counts once."""
+
+    _ride: Ride
+    _piece: int
+    _mark: Event
+    _told: bool = False
+
+    def __call__(self) -> None:
+        self._ride.shell.post(self._landed)
+
+    def _landed(self) -> None:
+        if self._told:
+            return
+        self._told = True
+        error = self._mark.error if isinstance(self._mark, ForeignEvent) else None
+        if error is None:
+            self._ride.shell.handle(Unblock(self._piece))
+        else:
+            _fail_all(self._ride, error)
+
+
+def _fail_all(ride: Ride, error: BaseException) -> None:
+    """Fail a request and those that ride on it: they wait for the same marks."""
+    for each in (ride, *(ride.joined or ())):
+        fail(each, error)
+
+
 def layer_written(ride: Ride, layer: int) -> None:
     """Let the backup of a layer start; see `Transfer.layer_written`. Any thread."""
     shell = ride.shell
@@ -68,8 +111,7 @@ def layer_written(ride: Ride, layer: int) -> None:
     def written() -> None:
         piece = shell.machine.new_id()
         shell.handle(Written(ride.request.id, layer, piece, len(marks)))
-        for mark in marks:
-            mark.watch(lambda: shell.post(lambda: shell.handle(Unblock(piece))))
+        watch(ride, piece, marks)
 
     shell.post(written)
 

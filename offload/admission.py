@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 import anyio
 import numpy as np
 
-from offload.acts import expire, fail
+from offload.acts import expire, watch
 from offload.core.batch import State
-from offload.core.events import Unblock
 from offload.core.kinds import Direction
 from offload.ride import Ride
 from offload.submit import Submission
@@ -71,11 +70,7 @@ def _start(shell: Shell, ride: Ride) -> None:
     number = ride.request.id
     if ride.hold is not None:
         ride.hold.pieces.append(number)
-    try:
-        for mark in ride.marks:
-            mark.watch(lambda: shell.post(lambda: shell.handle(Unblock(number))))
-    except Exception as error:  # noqa: BLE001 - somebody else's event; it is queued, and nothing would let it go
-        fail(ride, error)
+    watch(ride, number, ride.marks)
 
 
 def _complete(shell: Shell, ride: Ride) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+from collections.abc import Callable
 
 import anyio
 import pytest
@@ -12,7 +14,7 @@ from offload.driver.cuda import CudaDriver
 from offload.testing import FakeCuda
 from tests.backend.test_joined import on_fake_gpu, windows
 from tests.driver.test_cuda_scheduler import pools as gpu_pools
-from tests.sched import on_both, sim_scheduler, state
+from tests.sched import LOOPS, on_both, on_loops, sim_scheduler, state, threads_scheduler
 from tests.test_groups import MADE
 
 PATIENCE = 20.0
@@ -49,6 +51,87 @@ async def test_a_mark_that_cannot_be_watched_fails_its_request_alone() -> None:
         assert state(later) == "done"
         with anyio.fail_after(5):
             await scheduler.idle(device_pages=[0])
+
+
+class Lost:
+    """Somebody's event that is waited for in vain: its wait raises, when somebody says so, or its query after that."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+        self.said = threading.Event()
+
+    def query(self) -> bool:
+        """Say no."""
+        if self.said.is_set() and self.how == "query":
+            raise OSError("the other side is gone")
+        return False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Raise, or come back without an answer."""
+        self.said.wait(timeout)
+        if self.how == "wait":
+            raise OSError("the other side is gone")
+        return False
+
+
+@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize("how", ["wait", "query"])
+@on_loops(*LOOPS)
+async def test_a_mark_that_raises_while_it_is_waited_for_fails_its_request_at_once(
+    how: str, joined: bool
+) -> None:
+    """With its error as the cause, whoever rides on it too; others go on, and no thread dies of it."""
+    event, stray = Lost(how), list[object]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading, "excepthook", stray.append)
+        async with threads_scheduler() as (scheduler, *_):
+            loads = [
+                await scheduler.load(host_pages=[0], device_pages=[0], after=event, join=True)
+                for _ in range(1 + joined)
+            ]
+            later = await scheduler.load(host_pages=[1], device_pages=[0])
+            other = await scheduler.load(host_pages=[2], device_pages=[2])
+            await other
+            event.said.set()
+            for load in loads:
+                with pytest.raises(offload.TransferFailed) as caught:
+                    await load
+                assert isinstance(caught.value.__cause__, OSError)
+            await later
+            await scheduler.idle(device_pages=[0])
+    assert stray == []
+
+
+class Chatty:
+    """Somebody's event that calls back as often as it likes."""
+
+    def __init__(self) -> None:
+        self.called: list[Callable[[], object]] = []
+
+    def query(self) -> bool:
+        """Say no."""
+        return False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Never come back with an answer."""
+        raise AssertionError(timeout)
+
+    def watch(self, callback: Callable[[], object]) -> None:
+        """Call back at once, and again."""
+        callback()
+        callback()
+
+
+@on_both
+async def test_a_mark_that_calls_twice_does_not_stand_for_another() -> None:
+    """A request that waits for two marks waits for the second, however often the first one calls."""
+    gate = threading.Event()
+    async with sim_scheduler() as (scheduler, sim, *_):
+        load = await scheduler.load(host_pages=[0], device_pages=[0], after=[Chatty(), gate])
+        await sim.run_until_idle()
+        assert state(load) == "queued"
+        load.cancel()
+        gate.set()
 
 
 @pytest.mark.parametrize("nth", [1, 2, 3])

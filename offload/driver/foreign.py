@@ -14,13 +14,14 @@ class ForeignEvent:
     """An event that is not ours, such as a `threading.Event`, seen through our protocol.
 
     It needs `wait(timeout)` or `synchronize()`, and `query()` or `is_set()`. Watching one that has not
-    fired costs a thread that ends when it fires.
+    fired costs a thread that ends when it fires, or when it raises: then `error` says what.
     """
 
-    __slots__ = ("_query", "_synchronize", "_wait", "event")
+    __slots__ = ("_query", "_synchronize", "_wait", "error", "event")
 
     def __init__(self, event: object) -> None:
         self.event = event
+        self.error: BaseException | None = None
         self._query = _method(event, "query") or _method(event, "is_set")
         # A torch event's `wait` orders a stream and returns at once: its `synchronize` blocks.
         self._synchronize = _method(event, "synchronize")
@@ -58,7 +59,7 @@ class ForeignEvent:
         return self.query()
 
     def watch(self, callback: Callable[[], object]) -> None:
-        """Call `callback` once when it has fired, on a helper thread; at once when it already has."""
+        """Call `callback` once when it has fired or has raised, on a helper thread; at once when it already has."""
         if self.query():
             callback()
             return
@@ -67,8 +68,11 @@ class ForeignEvent:
         ).start()
 
     def _call_later(self, callback: Callable[[], object]) -> None:
-        while not self.wait():
-            pass
+        try:
+            while not self.wait():
+                pass
+        except BaseException as error:  # noqa: BLE001 - for whom it was to let go
+            self.error = error
         callback()
 
 
