@@ -150,17 +150,6 @@ class ComponentGeometry:
         axes = [(n, (step,)) for n, step in (*self.axes, (self.num_layers, self.layer_stride))]
         return _runs(axes, self.component.itemsize).count == 1
 
-    @cached_property
-    def alignment(self) -> int:
-        """The largest power of two, at most `WORD`, that divides every offset and stride of a run."""
-        return _alignment(
-            self.runs.nbytes,
-            self.offset,
-            self.page_stride,
-            self.layer_stride,
-            *(step for _, steps in self.runs.loops for step in steps),
-        )
-
     def narrow(self, name: str, start: int, dim: int) -> ComponentGeometry:
         """Return the geometry of `dim` elements of each row, from element `start` on."""
         part = attrs.evolve(self.component, name=name, dim=dim, parts=())

@@ -9,7 +9,7 @@ import random
 import numpy as np
 import pytest
 
-from offload.core.batch import Piece, Queue, State, StreamState, share
+from offload.core.batch import Batch, Piece, Queue, State, StreamState, share
 from offload.core.kinds import Direction
 from offload.core.request import PATIENCE, Request, due
 
@@ -107,6 +107,32 @@ def test_a_layer_of_a_streaming_backup_counts_its_share() -> None:
     owner = piece(0)
     layer = Piece(1, owner.request, 1, 2, 0, parent=owner)
     assert (share(owner), share(layer)) == (BYTES, BYTES // 3)
+
+
+@pytest.mark.parametrize("state", State)
+def test_a_request_is_unissued_while_it_is_queued(state: State) -> None:
+    """An ordinary request has something to issue in its first state and in no other."""
+    request = piece(0)
+    request.state = state
+    assert request.unissued is (state is State.QUEUED)
+
+
+@pytest.mark.parametrize("written", [0, 1, 2, 3])
+@pytest.mark.parametrize("queued", [0, 1])
+@pytest.mark.parametrize("flying", [0, 1])
+def test_a_streaming_backup_is_unissued_while_a_layer_is(
+    written: int, queued: int, flying: int
+) -> None:
+    """It has something to issue until every layer is written, and none of those waits for its batch."""
+    owner = piece(0)
+    owner.state = State.ISSUED
+    owner.stream = StreamState(written=set(range(written)))
+    for number in range(queued + flying):
+        layer = Piece(number + 1, owner.request, number, number + 1, 0, parent=owner)
+        if number >= queued:
+            layer.batch = Batch(1, Direction.LOAD, "r", [layer], 0, 1, 1, BYTES, 0.0, 0)
+        owner.stream.pieces.add(layer)
+    assert owner.unissued is (written < 3 or queued > 0)
 
 
 def test_the_prefix_of_landed_layers_has_no_gap() -> None:

@@ -51,14 +51,18 @@ def test_an_empty_lane_picks_nothing() -> None:
     lane = lane_of()
     assert lane.pick() is None
     assert lane.reap() == []
+    assert not lane.busy
 
 
 def test_one_flight_goes_in_layer_order_and_leaves_once() -> None:
     """A flight alone hands out its layers in order; with the last it leaves, and is reaped once."""
     flight = Paper("a")
     lane = lane_of(flight)
+    assert lane.busy
     assert list(works(lane)) == ["a0", "a1", "a2"]
+    assert lane.busy  # it is still to be reaped
     assert lane.reap() == [flight]
+    assert not lane.busy
     assert lane.reap() == []
     assert lane.pick() is None
 

@@ -281,6 +281,26 @@ def test_k_and_v_share_an_array() -> None:
     assert not found[0].adjacent
 
 
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_layers_apart_are_one_range_when_there_is_one(layers: int) -> None:
+    """With an array per layer, a page over all its layers is one range only of a model with one layer."""
+    geometry = device_geometry(
+        PoolKind.MHA, PARTS[PoolKind.MHA], num_layers=layers, num_pages=PAGES
+    )
+    assert geometry.whole_page is (layers == 1)
+
+
+def test_pieces_of_a_row_lie_one_behind_the_other() -> None:
+    """Each piece of a token row begins where those before it end, and a name that is none is a KeyError."""
+    part = Component("kv", 5, 1, 17, 2, (("a", 2), ("b", 4), ("c", 8), ("d", 3)))
+    geometry = device_geometry(PoolKind.MLA, (part,), num_layers=1, num_pages=PAGES)
+    pieces = [geometry.component(name) for name in "abcd"]
+    assert [piece.offset for piece in pieces] == [0, 4, 12, 28]
+    assert [piece.component.dim for piece in pieces] == [2, 4, 8, 3]
+    with pytest.raises(KeyError, match="e"):
+        geometry.component("e")
+
+
 def test_alignment_is_what_divides_everything() -> None:
     """The widest word of a pair divides run length, offsets and strides of both sides."""
     widths = {}

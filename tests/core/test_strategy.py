@@ -290,6 +290,7 @@ def test_the_worst_runs_are_the_shortest_of_as_many(dims: tuple[int, int], worst
     host, device = pair(PoolKind.MHA, Layout.PAGE_FIRST, parts)
     part, runs = worst_runs(matched(host, device))
     assert (part.component.dim, runs.count, runs.nbytes) == (worst, 4, 2 * worst * 2)
+    assert host.worst is part
 
 
 def test_auto_gives_every_reason_once() -> None:
