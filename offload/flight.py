@@ -214,10 +214,10 @@ class Flight:
         assert self._copies is not None
         first = self.landed_layers
         if first == layer:
-            nbytes, ops, transfers = self._copies.size(layer)
+            nbytes, ops, copies = self._copies.size(layer)
         else:
-            nbytes, ops, transfers = self._copies.span_size(first, layer + 1)
-        self.counters.moved(start_ns, end_ns, nbytes, ops, transfers)  # before anybody can look
+            nbytes, ops, copies = self._copies.span_size(first, layer + 1)
+        self.counters.moved(start_ns, end_ns, nbytes, ops, copies)  # before anybody can look
         self.landed_layers = layer + 1
         last = layer + 1 == self.batch.last
         if last:
@@ -232,7 +232,7 @@ class Flight:
             batch = self.batch
             tracer.copy(
                 batch.id, batch.direction, self.stream, layer,
-                issue, issued, start_ns, end_ns, nbytes, ops, transfers,
+                issue, issued, start_ns, end_ns, nbytes, ops, copies,
             )  # fmt: skip
 
     def fence(self, request: int, layer: int) -> Event | None:

@@ -155,7 +155,7 @@ class _Reader:
             args["layer"],
             args["nbytes"],
             args["ops"],
-            args["transfers"],
+            args["copies"],
         )
         self._add(r.COPY, copy)
 

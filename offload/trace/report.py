@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import attrs
 
+from offload.errors import counted
 from offload.trace.records import ASYNC_LANE, UNKNOWN, Copy, Layer, Step, Wait
 from offload.trace.timeline import Timeline
 
@@ -58,8 +59,8 @@ def intersection(left: Intervals, right: Intervals) -> int:
 class DirectionReport:
     """What one direction moved."""
 
-    copies: int
-    """Layer copies."""
+    layer_copies: int
+    """Layers of batches that landed."""
     nbytes: int
     """Bytes that landed."""
     busy_ns: int
@@ -71,6 +72,11 @@ class DirectionReport:
     def gbps(self) -> float:
         """Gigabytes (1e9) per second of busy time."""
         return self.nbytes / self.busy_ns if self.busy_ns else 0.0
+
+    @property
+    def rate(self) -> str:
+        """The same as text, in a unit that fits: `26.5 GB/s`."""
+        return f"{_size(self.gbps * 1e9)}/s"
 
     @property
     def overlap(self) -> float:
@@ -118,8 +124,11 @@ class Report:
     load: DirectionReport
     backup: DirectionReport
     ops: int
-    transfers: int
+    """Copies asked for, before requests were merged and pages coalesced."""
+    copies: int
+    """Copies made."""
     requests: int
+    """Requests that settled, or were under way when the report was made."""
     records: int
     dropped: int
     """Records lost because the ring was full: all numbers are of what is left."""
@@ -143,7 +152,7 @@ class Report:
     @property
     def coalescing(self) -> float:
         """Copies asked for per copy made."""
-        return self.ops / self.transfers if self.transfers else 0.0
+        return self.ops / self.copies if self.copies else 0.0
 
     @classmethod
     def of(cls, timeline: Timeline) -> Report:
@@ -161,7 +170,7 @@ class Report:
             load=_direction(timeline.copies, "load", compute),
             backup=_direction(timeline.copies, "backup", compute),
             ops=sum(copy.ops for copy in timeline.copies),
-            transfers=sum(copy.transfers for copy in timeline.copies),
+            copies=sum(copy.copies for copy in timeline.copies),
             requests=len(timeline.requests),
             records=timeline.records,
             dropped=timeline.dropped,
@@ -180,8 +189,8 @@ class Report:
     def headline(self) -> str:
         """Return the four numbers in one line."""
         return (
-            f"stalled {self.stall_ratio:.1%} of forward · load {self.load.gbps:.1f} GB/s, "
-            f"{self.load.overlap:.1%} hidden · backup {self.backup.gbps:.1f} GB/s · "
+            f"stalled {self.stall_ratio:.1%} of forward · load {self.load.rate}, "
+            f"{self.load.overlap:.1%} hidden · backup {self.backup.rate} · "
             f"{self.coalescing:.2f}x coalesced"
         )
 
@@ -189,27 +198,33 @@ class Report:
         return "\n".join((*self._summary(), *self._table()))
 
     def _summary(self) -> list[str]:
-        ms = self.forward_ns / 1e6
+        forward = f"{counted(self.steps, 'step')}, {self.forward_ns / 1e6:.2f} ms in forward"
         text = [
-            f"offload report   {self.steps} steps, {ms:.2f} ms in forward   ({self.records} records)",
+            f"offload report   {forward}   ({counted(self.records, 'record')})",
             "",
             _stall_line(self),
             _line("load", self.load),
             _line("backup", self.backup),
-            f"  coalescing  {self.ops} ops -> {self.transfers} transfers   ({self.coalescing:.2f}x)",
+            f"  coalescing  {self.ops} ops -> {self.copies} copies   ({self.coalescing:.2f}x)",
         ]
         if self.await_ns:
             text.append(f"  tasks awaited layers for {self.await_ns / 1e6:.3f} ms beside that")
         if self.dropped:
-            text.append(f"  RING FULL: oldest lost ({self.dropped} records)")
+            text.append(f"  RING FULL: oldest lost ({counted(self.dropped, 'record')})")
         return text
 
     def _table(self) -> list[str]:
         if not self.layers:
             return []
         longest = max(row.stall_ns for row in self.layers) or 1
-        head = "  layer   waits   stall us   of it: queued   copying     load us   GB/s   stall"
-        return ["", head, *(_row(row, longest).rstrip() for row in self.layers)]
+        head = "  layer   waits   stall us   of it: queued   copying  loading us   GB/s   stall"
+        return ["", head, *(_row(row, longest).rstrip() for row in self.layers), "", *_LEGEND]
+
+
+_LEGEND: Final = (
+    "  stall: a forward waited for the layer; queued until its copy began, copying after that.",
+    "  loading: a load of the layer was running, whoever waited. All are sums over the steps.",
+)
 
 
 def _total(waits: Iterable[Wait]) -> int:
@@ -220,7 +235,7 @@ def _direction(copies: Iterable[Copy], direction: str, compute: Intervals) -> Di
     mine = [copy for copy in copies if copy.direction == direction]
     busy = union((copy.start, copy.end) for copy in mine)
     return DirectionReport(
-        copies=len(mine),
+        layer_copies=len(mine),
         nbytes=sum(copy.nbytes for copy in mine),
         busy_ns=length(busy),
         hidden_ns=intersection(busy, compute),
@@ -261,10 +276,20 @@ def _stall_line(report: Report) -> str:
 
 
 def _line(name: str, one: DirectionReport) -> str:
+    if not one.layer_copies:
+        return f"  {name:7} nothing"
     return (
-        f"  {name:7} {one.nbytes / 1e6:10.1f} MB {one.gbps:7.1f} GB/s"
+        f"  {name:7} {_size(one.nbytes):>13} {one.rate:>12}"
         f"  {one.overlap:7.1%} hidden behind compute"
     )
+
+
+def _size(nbytes: float) -> str:
+    """Return bytes in the largest unit of which there is one."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= size:
+            return f"{nbytes / size:.1f} {unit}"
+    return f"{nbytes:.0f} B"
 
 
 def _row(row: LayerReport, longest: int) -> str:
@@ -272,5 +297,5 @@ def _row(row: LayerReport, longest: int) -> str:
     bar = "#" * round(BAR * row.stall_ns / longest)
     return (
         f"  {name:>5} {row.waits:7} {row.stall_ns / 1e3:10.1f} {row.queued_ns / 1e3:15.1f}"
-        f" {row.copying_ns / 1e3:9.1f} {row.load_ns / 1e3:11.1f} {row.gbps:6.1f}   {bar}"
+        f" {row.copying_ns / 1e3:9.1f} {row.load_ns / 1e3:11.1f} {row.gbps:6.2f}   {bar}"
     )

@@ -90,8 +90,8 @@ class Tracer(Recorder):
     def report(self) -> Report:
         """Return how much of the forward was spent waiting, and why. Print it, or take `.to_json()`.
 
-        `hidden` is the share of copying time in which a layer was computed. Numbers of a layer are sums
-        over all forwards; `load us` is the time in which that layer was being loaded.
+        `hidden` is the share of copying time in which a layer was computed. The printed table says below
+        itself what its columns are.
         """
         from offload.trace.report import Report
 
