@@ -31,7 +31,7 @@ class ComponentSpec:
         return self.component.name
 
 
-@attrs.frozen
+@attrs.frozen(slots=False, match_args=False)  # `help` shows what is ours, and little of attrs
 class PoolSpec:
     """Kind, sizes and dtypes of a pool; the same for the device's and the host's.
 

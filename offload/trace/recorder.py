@@ -51,7 +51,7 @@ EARLIER = 10**9
 
 @attrs.define(eq=False)
 class Recorder:
-    """A ring of records, and who may add to it."""
+    """A ring of records. Its methods are for the sites that record, not for who reads."""
 
     capacity: int = DEFAULT_CAPACITY
     rank: int = 0
@@ -83,10 +83,9 @@ class Recorder:
             raise refusal("Tracer", "labels", self.labels, "a function, or None")
         expect("Tracer", "active", self.active, bool, "True or False")
         expect("Tracer", "anchor", self.anchor, Anchor, "what Anchor.take() returned")
-        self.clear()
+        self._forget()
 
-    def clear(self) -> None:
-        """Forget all records and all counts. The time origin stays."""
+    def _forget(self) -> None:
         self._ring = deque(maxlen=self.capacity)
         self._seen, self._ready = Tally(), Tally()
         self._steps = itertools.count()
@@ -219,11 +218,6 @@ class Recorder:
         """Record something that has no length: `cancel`, `error`."""
         self._ring.append((r.INSTANT, ns, ns, name, args))
         next(self._seen.count)
-
-    def mark(self, name: str, **args: Scalar) -> None:
-        """Record something of the caller's own that happens now, such as `mark("evict", pages=12)`."""
-        if self.active:
-            self.instant(name, self.clock(), args)
 
     def counter(self, name: str, ns: int, values: Mapping[str, int]) -> None:
         """Record values that hold from now on, such as `"host pool", {"used": 3 << 30}` in bytes."""

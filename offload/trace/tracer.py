@@ -18,6 +18,7 @@ import attrs
 from offload.arguments import expect, positive
 from offload.trace.clock import Anchor
 from offload.trace.recorder import Recorder
+from offload.trace.records import Scalar
 
 if TYPE_CHECKING:
     from offload.trace.report import Report
@@ -30,7 +31,12 @@ class Tracer(Recorder):
 
     It keeps the newest `capacity` records (a record is one layer copy, one request, one wait, one layer
     of a forward ...) and counts the ones that it lost in `dropped`. It records from its creation;
-    `Tracer(active=False)` waits for `start()` or a `window()`.
+    `Tracer(active=False)` waits for `start()` or a `window()`. What it inherits is for the sites that record.
+
+    Args:
+        rank: Of this process among several: each is a group of lanes when traces are merged.
+        labels: Called in the frame of each submit; what it returns is shown with the request and its copies.
+        anchor: The time origin of an export.
     """
 
     _anchors: deque[Anchor] = attrs.field(factory=lambda: deque(maxlen=8), init=False, repr=False)
@@ -61,6 +67,15 @@ class Tracer(Recorder):
                 self._windows -= 1
                 if not self._windows:
                     self.stop()
+
+    def mark(self, name: str, **args: Scalar) -> None:
+        """Record something of the caller's own that happens now, such as `mark("evict", pages=12)`."""
+        if self.active:
+            self.instant(name, self.clock(), args)
+
+    def clear(self) -> None:
+        """Forget all records and all counts. The time origin stays."""
+        self._forget()
 
     # ---- reading ---------------------------------------------------------------------------------
 
