@@ -36,6 +36,11 @@ class Air:
         queue = self.loads if piece.request.direction is Direction.LOAD else self.backups
         queue.push(piece)
 
+    def drop(self, piece: Piece) -> None:
+        """Forget a queued piece that nobody wants any more."""
+        queue = self.loads if piece.request.direction is Direction.LOAD else self.backups
+        queue.drop(piece)
+
     def batch(self, number: int) -> Batch:
         """Return a batch that is in the air.
 

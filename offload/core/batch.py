@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from enum import StrEnum
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 import attrs
 
@@ -69,6 +69,9 @@ class Limits:
                     value=value,
                 )
 
+
+SWEEP = 256
+"""Pieces that were dropped from a queue, below which a sweep is not worth it."""
 
 _NOBODY: frozenset[Piece] = frozenset()
 
@@ -203,7 +206,10 @@ class Queue:
     """(due, id) by what may share a batch. Empty when nothing is queued."""
 
     _pieces: dict[int, Piece] = attrs.field(factory=dict)
-    """Those in heaps, by id."""
+    """Those in heaps that are still wanted, by id."""
+
+    _dropped: int = 0
+    """Places in heaps of those that are not."""
 
     def push(self, piece: Piece) -> None:
         """Add a piece; it keeps its place by `due` and then by submission."""
@@ -216,8 +222,25 @@ class Queue:
         heappush(heap, (piece.request.due, piece.id))
         self._pieces[piece.id] = piece
 
+    def drop(self, piece: Piece) -> None:
+        """Forget a piece that nobody wants any more, if it is here. Its place goes later, with others."""
+        if self._pieces.pop(piece.id, None) is not None:
+            self._dropped += 1
+            if self._dropped > SWEEP and 8 * self._dropped > len(self._pieces):
+                self._sweep()
+
+    def _sweep(self) -> None:
+        """Take out the places of all who were dropped: few enough stay that no look at a head takes long."""
+        pieces, heaps = self._pieces, self.heaps
+        for key, heap in list(heaps.items()):
+            heap[:] = [entry for entry in heap if entry[1] in pieces]
+            heapify(heap)
+            if not heap:
+                del heaps[key]
+        self._dropped = 0
+
     def head(self) -> Piece | None:
-        """Return the most urgent piece, dropping those that were cancelled meanwhile."""
+        """Return the most urgent piece."""
         key = self._most_urgent() if self.heaps else None
         return None if key is None else self._pieces[self.heaps[key][0][1]]
 
@@ -232,16 +255,18 @@ class Queue:
         heap = [] if key is None else self.heaps[key]
         while heap:
             number = heap[0][1]
-            piece = pieces[number]
-            if queued(piece):
+            piece = pieces.get(number)
+            if piece is None:
+                self._dropped -= 1
+            else:
                 request = piece.request
                 nbytes -= request.nbytes if piece.parent is None else share(piece)
                 ops -= request.num_pages
                 if taken and (nbytes < 0 or ops < 0 or len(taken) == requests):
                     return taken
                 taken.append(piece)
+                del pieces[number]
             heappop(heap)
-            del pieces[number]
         self.heaps.pop(key, None)
         return taken
 
@@ -249,19 +274,16 @@ class Queue:
         """Return the key of the heap with the most urgent piece; None when nothing is queued."""
         best: tuple[float, int] | None = None
         found: Hashable = None
+        pieces = self._pieces
         for key, heap in list(self.heaps.items()):
-            while heap and not queued(self._pieces[heap[0][1]]):
-                del self._pieces[heappop(heap)[1]]
+            while heap and heap[0][1] not in pieces:
+                heappop(heap)
+                self._dropped -= 1
             if not heap:
                 del self.heaps[key]
             elif best is None or heap[0] < best:
                 best, found = heap[0], key
         return found
-
-
-def queued(piece: Piece) -> bool:
-    """Return whether a piece in a heap is still meant to be issued."""
-    return piece.batch is None and (piece.parent or piece).state in OPEN
 
 
 def share(piece: Piece) -> int:

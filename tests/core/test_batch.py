@@ -9,7 +9,7 @@ import random
 import numpy as np
 import pytest
 
-from offload.core.batch import Batch, Piece, Queue, State, StreamState, share
+from offload.core.batch import SWEEP, Batch, Piece, Queue, State, StreamState, share
 from offload.core.kinds import Direction
 from offload.core.request import PATIENCE, Request, due
 
@@ -73,12 +73,33 @@ def test_what_was_cancelled_in_the_queue_is_dropped() -> None:
     """Pieces that nobody wants any more are neither head nor taken."""
     pieces = [piece(n) for n in range(4)]
     queue = queue_of(pieces)
-    pieces[0].state = State.CANCELLED
-    pieces[2].state = State.FAILED
+    for each in (pieces[0], pieces[2], piece(7)):
+        queue.drop(each)
     head = queue.head()
     assert head is not None
     assert head.id == 1
     assert take_all(queue) == [[1, 3]]
+
+
+@pytest.mark.parametrize("order", ["as submitted", "backwards", "mixed"])
+@pytest.mark.parametrize("kept", [0, 1, 7])
+def test_many_that_are_cancelled_are_taken_out_a_few_at_a_time(order: str, kept: int) -> None:
+    """Whatever is dropped in whatever order, few places of it stay: no look at the head has many to pass."""
+    count = 8 * SWEEP
+    pieces = [piece(n, urgency=float(n % 5)) for n in range(count)]
+    queue = queue_of(pieces)
+    dropped = pieces[kept:]
+    if order == "backwards":
+        dropped.reverse()
+    elif order == "mixed":
+        random.Random(1).shuffle(dropped)
+    for number, each in enumerate(dropped, 1):
+        queue.drop(each)
+        queue.drop(each)
+        places, left = sum(map(len, queue.heaps.values())), count - number
+        assert places - left <= max(SWEEP, left // 8)
+    assert sorted(functools.reduce(operator.iadd, take_all(queue), [])) == list(range(kept))
+    assert queue.heaps == {}
 
 
 @pytest.mark.parametrize("seed", range(50))
