@@ -132,12 +132,19 @@ class Shell:
         """Settle on the loop that runs now.
 
         Raises:
-            RequestError: A pool belongs to a scheduler that is open; or this one was opened before.
+            RequestError: A pool or the tracer belongs to a scheduler that is open; or this was opened before.
         """
         if not isinstance(self.home, Nowhere):
             raise RequestError("a scheduler can be entered once. Call open_scheduler again.")
         home = Home()
-        self.tenancy.take(home)
+        if self.tracer is not None:
+            self.tracer.take(lambda: home.closed)
+        try:
+            self.tenancy.take(home)
+        except BaseException:
+            if self.tracer is not None:
+                self.tracer.closed()
+            raise
         self.machine.open()
         self.home = home
         self.timer = Timer(self.driver, self.home)
@@ -156,8 +163,8 @@ class Shell:
             if self.fault is not None and all(flight.over for flight in self._flights.values()):
                 self.machine.forget(self.tenancy)  # what it had decided is void, and nothing moves
             self.tenancy.give_back()
-        if self.tracer is not None:
-            self.tracer.closed()
+            if self.tracer is not None:
+                self.tracer.closed()
 
     # What every face asks -----------------------------------------------------------------------
 

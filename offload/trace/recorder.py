@@ -18,7 +18,7 @@ Every site is one check, then one call with positional integers that the caller 
 | `tick(start, end)` | once per turn of the scheduler | loop |
 | `instant(name, ns, args)`, `counter(name, ns, values)` | cancels, errors; the used bytes of the host pools | any |
 | `mark(name, **args)` | whatever the caller wants to see, such as `mark("evict", chat=3)` | any |
-| `opened(device, in_flight)`, `closed()` | by the scheduler that records here, one at a time | loop |
+| `take(ended)`, `opened(device, in_flight)`, `closed()` | by the scheduler that records here, one at a time | loop |
 
 `issue` and `issued` bracket the enqueueing of a layer on its stream; pass 0 for both when it was not stamped.
 *Ops* are the copies that were asked for, before anything was merged; *copies* the copies that were made.
@@ -37,7 +37,7 @@ import attrs
 
 from offload.arguments import expect, integer, positive, refusal
 from offload.counters import Tally
-from offload.errors import GeometryError
+from offload.errors import GeometryError, RequestError
 from offload.trace import records as r
 from offload.trace.clock import Anchor
 from offload.trace.records import ASYNC_LANE, OpenRequest, Record, Scalar, Tags
@@ -68,6 +68,7 @@ class Recorder:
     device: str = attrs.field(default="", init=False)
     """The device of the scheduler that records here, such as `cuda:0`."""
     _in_flight: Callable[[], Sequence[OpenRequest]] | None = attrs.field(default=None, init=False)
+    _ended: Callable[[], bool] | None = attrs.field(default=None, init=False, repr=False)
     _ring: deque[Record] = attrs.field(init=False, repr=False)
     _seen: Tally = attrs.field(init=False, repr=False)
     _ready: Tally = attrs.field(init=False, repr=False)
@@ -91,6 +92,24 @@ class Recorder:
         self._steps = itertools.count()
         self.period += 1
 
+    def take(self, ended: Callable[[], bool]) -> None:
+        """Become the tracer of a scheduler that opens, until `closed`.
+
+        Args:
+            ended: Whether that scheduler's loop has ended under it, so that it will never close.
+
+        Raises:
+            RequestError: It is another's.
+        """
+        with self._lock:
+            if self._ended is not None and not self._ended():
+                raise RequestError(
+                    "this Tracer records a scheduler that is open. Close that one first, or give each "
+                    "its own: Tracer(rank=1) for the second; `offload merge` puts their traces on one "
+                    "clock."
+                )
+            self._ended = ended
+
     def opened(self, device: str, in_flight: Callable[[], Sequence[OpenRequest]]) -> None:
         """Learn whose recording this is, and whom an export asks for requests that have not settled.
 
@@ -105,7 +124,7 @@ class Recorder:
 
     def closed(self) -> None:
         """Learn that the scheduler that recorded here has no requests any more."""
-        self._in_flight = None
+        self._in_flight = self._ended = None
 
     def tags(self) -> Tags | None:
         """Return the caller's labels as they are now. What `labels` raises is raised to the submitter."""
