@@ -135,7 +135,6 @@ class Flight:
 
     _copies: Copies | None = None
     _next: int = attrs.field(init=False)
-    _handed_ns: int = 0
     _issue_ns: dict[int, tuple[int, int]] = attrs.field(factory=dict)
 
     def __repr__(self) -> str:
@@ -178,11 +177,9 @@ class Flight:
 
     def next_layer(self) -> tuple[int, Work] | None:
         """Hand out the next layer that may go, or several as one: under the number of the last."""
-        layer, copies, tracer = self._next, self._copies, self.tracer
+        layer, copies = self._next, self._copies
         if layer >= self.limit or copies is None:
             return None
-        if tracer is not None:
-            self._handed_ns = self.clock() if tracer.active else 0
         if self.route.spans and self._together():
             end = self._next = copies.reach(layer, self.limit)
             if end > layer + 1:
@@ -194,11 +191,10 @@ class Flight:
         """Return whether nobody needs to know of layers one by one: no waiter, no follower, no trace."""
         return not (self.by_layer or self.traced) and self.limit == self.batch.last
 
-    def issued(self, layer: int, event: Event) -> None:
+    def issued(self, layer: int, event: Event, began_ns: int = 0) -> None:
         """Publish that a layer has been enqueued, and those before it that went as one with it."""
-        tracer = self.tracer
-        if tracer is not None and tracer.active and self._handed_ns:
-            self._issue_ns[layer] = (self._handed_ns, self.clock())
+        if began_ns and self.traced:
+            self._issue_ns[layer] = (began_ns, self.clock())
         self.events[layer] = event
         if self.issued_layers < layer:
             for each in range(self.issued_layers, layer):
@@ -228,7 +224,7 @@ class Flight:
             self.report(self)
         tracer = self.tracer
         if tracer is not None and tracer.active:
-            issue, issued = self._issue_ns.pop(layer, (0, 0))
+            issue, issued = self._issue_ns.pop(layer, (start_ns, start_ns))
             batch = self.batch
             tracer.copy(
                 batch.id, batch.direction, self.stream, layer,

@@ -32,7 +32,7 @@ class WarmUp:
         """Return None: there is no layer."""
         return None
 
-    def issued(self, layer: int, event: Event) -> None:
+    def issued(self, layer: int, event: Event, began_ns: int = 0) -> None:
         """Never called."""
 
     def landed(self, layer: int, start_ns: int, end_ns: int) -> None:

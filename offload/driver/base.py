@@ -109,7 +109,8 @@ class Flight(Protocol):
 
     def next_layer(self) -> tuple[int, Work] | None: ...
 
-    def issued(self, layer: int, event: Event) -> None: ...
+    def issued(self, layer: int, event: Event, began_ns: int = 0) -> None:
+        """`began_ns`: when enqueueing it began; 0 where it begins to move as soon as it is issued."""
 
     def landed(self, layer: int, start_ns: int, end_ns: int) -> None: ...
 

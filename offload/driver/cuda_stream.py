@@ -217,7 +217,7 @@ class CudaStream:
         self._issued = [self._issued[0] + 1, self._issued[1] + nbytes]
         self._last[id(flight)] = event
         if error is None:
-            flight.issued(layer, event)
+            flight.issued(layer, event, issue_ns)
         else:
             self._lane.drop(flight)
         ticket = _Ticket(flight, layer, work, event, begun, issue_ns, error, nbytes)

@@ -144,7 +144,8 @@ class SimStream:
         merge(op.knows, self._seen())
         copy.op = op
         trip.flying += 1
-        trip.flight.issued(layer, self.engine.enqueue(op))
+        began_ns = round(self.engine.clock.now * 1e9)
+        trip.flight.issued(layer, self.engine.enqueue(op), began_ns)
 
     def _fail(self, trip: Trip, layer: int, error: BaseException) -> None:
         self._lane.drop(trip.flight)

@@ -139,9 +139,8 @@ class ThreadsDriver:
         """Return the time in seconds, on the clock of deadlines: `time.perf_counter`."""
         return time.perf_counter()
 
-    def now_ns(self) -> int:
-        """Return the time in nanoseconds, on the same clock."""
-        return time.perf_counter_ns()
+    now_ns = staticmethod(time.perf_counter_ns)
+    """Return the time in nanoseconds, on the same clock: without a call of ours, as every stamp takes it."""
 
     @property
     def alarm(self) -> None:

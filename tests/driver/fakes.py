@@ -107,7 +107,7 @@ class FakeFlight:
         work.before = self.before.get(layer, work.before)
         return layer, work
 
-    def issued(self, layer: int, event: Event) -> None:
+    def issued(self, layer: int, event: Event, began_ns: int = 0) -> None:
         self.events.append(event)
         self.heard("issued", layer)
 

@@ -128,7 +128,7 @@ class Flight:
         ]
         return Work(pairs, batched=self.batched)
 
-    def issued(self, layer: int, event: Event) -> None:
+    def issued(self, layer: int, event: Event, began_ns: int = 0) -> None:
         self.events[layer] = event
         self.seen[layer].set()
 
