@@ -14,6 +14,7 @@ from offload.driver.base import Event
 from offload.driver.foreign import ForeignEvent
 from offload.holding import HoldBlock, refuse_held, refuse_held_pages
 from offload.ride import Ride
+from offload.submit import compute_marks
 
 if TYPE_CHECKING:
     from offload.shell import Places, Shell
@@ -105,7 +106,7 @@ def layer_written(ride: Ride, layer: int) -> None:
     """Let the backup of a layer start; see `Transfer.layer_written`. Any thread."""
     shell = ride.shell
     shell.home.check_process("say that a layer is written")
-    marks = shell.desk.marks("compute")
+    marks = compute_marks(shell.driver)
     ride.write(layer)
 
     def written() -> None:
@@ -121,7 +122,7 @@ def layer_written(ride: Ride, layer: int) -> None:
 
 def hold(shell: Shell) -> HoldBlock:
     """Keep back what the calling thread submits until the block ends; then it is one batch."""
-    return HoldBlock(shell.desk, lambda pieces: let_go(shell, pieces))
+    return HoldBlock(shell.holds, lambda pieces: let_go(shell, pieces))
 
 
 def let_go(shell: Shell, pieces: list[int]) -> None:
@@ -148,14 +149,14 @@ def let_go_of_all(shell: Shell) -> None:
 
 def refuse_waiting(ride: Ride) -> None:
     """Raise if the caller waits for what he keeps back himself. Any thread."""
-    hold = ride.shell.desk.holding()
+    hold = ride.shell.holds.current()
     if hold is not None:
         refuse_held(hold, ride.shell.machine, ride)
 
 
 def refuse_waiting_for(shell: Shell, places: Places) -> None:
     """Raise if the caller waits for pages that are used by what he keeps back himself. Any thread."""
-    hold = shell.desk.holding()
+    hold = shell.holds.current()
     if hold is not None:
         refuse_held_pages(hold, shell.machine, _users_of(shell, places))
 

@@ -13,7 +13,7 @@ import attrs
 from offload import acts, admission
 from offload.flight import LOOK_S
 from offload.parking import Place
-from offload.submit import Submission
+from offload.ride import Ride
 from offload.timer import Alarm
 from offload.transfer import Transfer
 from offload.waits import check_timeout
@@ -27,8 +27,8 @@ _INSTANT = 0.05
 """Seconds that a timeout of 0 gives the loop to say whether there is room: it bounds the wait for room."""
 
 
-def submit(shell: Shell, submission: Submission, timeout: float | None) -> Transfer:
-    """Admit a submission; block this thread while there is no room.
+def submit(shell: Shell, ride: Ride, timeout: float | None) -> Transfer:
+    """Admit a request; block this thread while there is no room.
 
     Raises:
         TimeoutError: No room within `timeout` seconds, or before the deadline: nothing was submitted.
@@ -37,7 +37,7 @@ def submit(shell: Shell, submission: Submission, timeout: float | None) -> Trans
     shell.check_may_block("submit")
     shell.refuse_closed()
     check_timeout(timeout)
-    entrant = _Entrant(shell, submission)
+    entrant = _Entrant(shell, ride)
     patience = timeout or (None if timeout is None else _INSTANT)
     try:
         if not shell.post(entrant.start):
@@ -52,9 +52,9 @@ def submit(shell: Shell, submission: Submission, timeout: float | None) -> Trans
     return entrant.future.result()
 
 
-def submit_nowait(shell: Shell, submission: Submission) -> Transfer:
-    """Admit a submission, or raise `anyio.WouldBlock` where it would have to wait for room."""
-    return call(shell, lambda: admission.submit_nowait(shell, submission), _undo)
+def submit_nowait(shell: Shell, ride: Ride) -> Transfer:
+    """Admit a request, or raise `anyio.WouldBlock` where it would have to wait for room."""
+    return call(shell, lambda: admission.submit_nowait(shell, ride), _undo)
 
 
 def call(shell: Shell, act: Callable[[], T], undo: Callable[[Future[T]], None] | None = None) -> T:
@@ -111,28 +111,28 @@ class _Knock:
 
 @attrs.define(eq=False)
 class _Entrant:
-    """A submission of another thread, on its way in. All but `future` is the loop's business."""
+    """A request of another thread, on its way in. All but `future` is the loop's business."""
 
     shell: Shell
-    submission: Submission
+    ride: Ride
     future: Future[Transfer] = attrs.field(factory=Future)
     place: Place | None = None
     alarm: Alarm | None = None
 
     def start(self) -> None:
         """Submit, or stand in line."""
-        shell, wanted = self.shell, self.submission
+        shell, wanted = self.shell, self.ride
         try:
             shell.refuse_closed()
-            if shell.line.open_for(wanted.priority, wanted.nbytes):
+            if shell.line.open_for(wanted.priority, wanted.request.nbytes):
                 self._admit()
                 return
             if wanted.hold is not None:
                 acts.let_go(shell, wanted.hold.pieces)
             knock = _Knock(lambda: shell.post(self._again))
-            self.place = shell.line.enter(wanted.priority, wanted.nbytes, knock)
-            if wanted.deadline is not None:
-                self.alarm = shell.timer.call_at(wanted.deadline, self.place.expire)
+            self.place = shell.line.enter(wanted.priority, wanted.request.nbytes, knock)
+            if wanted.request.deadline is not None:
+                self.alarm = shell.timer.call_at(wanted.request.deadline, self.place.expire)
         except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
             self._fail(error)
 
@@ -160,7 +160,7 @@ class _Entrant:
     def _admit(self) -> None:
         if self.future.set_running_or_notify_cancel():
             try:
-                self.future.set_result(admission.admit(self.shell, self.submission))
+                self.future.set_result(admission.admit(self.shell, self.ride))
             except BaseException as error:  # noqa: BLE001 - the same
                 self.future.set_exception(error)
 

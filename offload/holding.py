@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import attrs
 
@@ -14,20 +15,58 @@ from offload.core.batch import Piece
 from offload.core.machine import Machine
 from offload.driver.loops import running_on_asyncio
 from offload.errors import RequestError
-from offload.ride import Ride
-from offload.submit import Desk, Hold
+
+if TYPE_CHECKING:
+    from offload.ride import Ride
+
+
+@attrs.define(eq=False)
+class Hold:
+    """Requests of one thread that are kept back until its `hold` block ends."""
+
+    depth: int = 0
+    pieces: list[int] = attrs.field(factory=list)
+    inside: list[object] = attrs.field(factory=list)
+    """The tasks, or threads, that are in the block."""
+
+    def end(self) -> list[int]:
+        """End one level, on whatever thread; return the pieces to let go when it was the last."""
+        self.depth -= 1
+        if self.depth:
+            return []
+        pieces, self.pieces = self.pieces, []
+        return pieces
+
+
+class Holds(threading.local):
+    """The hold of each thread; it goes when the thread does."""
+
+    _hold: Hold | None = None
+
+    def current(self) -> Hold | None:
+        """Return what keeps back the requests of the calling thread, if anything does."""
+        hold = self._hold
+        return hold if hold is not None and hold.depth else None
+
+    def begin(self) -> Hold:
+        """Keep back what the calling thread submits from now on, until `Hold.end`."""
+        hold = self.current()
+        if hold is None:
+            hold = self._hold = Hold()
+        hold.depth += 1
+        return hold
 
 
 @attrs.define(eq=False)
 class HoldBlock:
     """The block. It may be nested; the outermost one counts."""
 
-    _desk: Desk
+    _holds: Holds
     _let_go: Callable[[list[int]], None]
     _entered: list[tuple[Hold, object]] = attrs.field(factory=list)
 
     def __enter__(self) -> None:
-        hold, who = self._desk.hold(), caller()
+        hold, who = self._holds.begin(), caller()
         hold.inside.append(who)
         self._entered.append((hold, who))
 
@@ -39,7 +78,7 @@ class HoldBlock:
     ) -> None:
         hold, who = self._entered.pop()
         hold.inside.remove(who)
-        pieces = self._desk.release(hold)
+        pieces = hold.end()
         if pieces:
             self._let_go(pieces)
 

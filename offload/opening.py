@@ -17,7 +17,6 @@ from offload.pool import DevicePool, HostPool
 from offload.route import Router
 from offload.scheduler import Scheduler
 from offload.shell import Shell
-from offload.submit import Desk
 from offload.trace import Tracer
 
 _CALL = "open_scheduler"
@@ -59,8 +58,7 @@ def open_scheduler(
     group = _group(device, host)
     router = Router.open(group, io_backend)
     made = _driver(group, driver, compute_streams)
-    desk = Desk(group, router, made, tracer)
-    return Scheduler(Shell(group, made, Limits() if limits is None else limits, tracer, desk))
+    return Scheduler(Shell(group, router, made, Limits() if limits is None else limits, tracer))
 
 
 _DRIVER = frozenset(name for name in {**vars(Driver), **Driver.__annotations__} if name[0] != "_")

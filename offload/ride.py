@@ -28,7 +28,7 @@ from offload.driver.base import Event
 from offload.driver.loops import Signal
 from offload.errors import RequestError, TransferCancelled, TransferFailed, left_behind
 from offload.flight import Flight
-from offload.submit import Hold
+from offload.holding import Hold
 
 if TYPE_CHECKING:
     from offload.shell import Shell
@@ -38,6 +38,7 @@ SETTLED = -1
 RELEASED = -2
 """What a task may wait for besides a layer: the outcome, or that the pages are free of traffic."""
 
+
 @attrs.define(eq=False, repr=False)
 class Ride:
     """One request under way, or one that rides on another's copies."""
@@ -46,15 +47,20 @@ class Ride:
     request: Request
     counters: DirectionCounters
     submitted_ns: int
-    tags: Mapping[str, str | int | float | bool | None] | None = None
-    after: object = "compute"
+    priority: float
+    join: bool
+    """Whether it may ride on another's copies."""
+
+    after: object
     """As it was submitted."""
 
-    marks: tuple[Event, ...] = ()
+    marks: tuple[Event, ...]
     """What compute had queued at submit, and had not done."""
 
-    hold: Hold | None = None
+    hold: Hold | None
     """What keeps it back, until that block ends."""
+
+    tags: Mapping[str, str | int | float | bool | None] | None
 
     issued_ns: int = 0
     alarm: Alarm | None = None
@@ -350,6 +356,7 @@ class Ride:
         self.watched = True
         rider._lead = self
         rider.hold = self.hold
+        rider.request = self.request
 
     def wanted_by_others(self) -> bool:
         """Return whether others still want the copies when this one no longer does."""
@@ -359,8 +366,8 @@ class Ride:
         )
 
     def stream(self) -> None:
-        """Make it a streaming backup."""
-        self._layers, self._written = {}, {}
+        """Make it a streaming backup; no block keeps it back, as layers go when they are written."""
+        self._layers, self._written, self.hold = {}, {}, None
 
     def write(self, layer: int) -> None:
         """Note that a layer was written. Any thread.

@@ -23,9 +23,10 @@ from offload.core.page_ids import PagesLike
 from offload.counters import Counters
 from offload.flight_warm import warm_up
 from offload.group import PagePair, PoolGroup
+from offload.ride import Ride
 from offload.shell import Shell
 from offload.statistics import Statistics
-from offload.submit import After, Submission
+from offload.submit import After, checked
 from offload.threadface import ThreadFace
 from offload.transfer import Transfer
 
@@ -49,7 +50,7 @@ class Scheduler:
             self._shell.tenancy.give_back()
             raise
         try:
-            await warm_up(self._shell.driver, self._shell.desk.router.cold())
+            await warm_up(self._shell.driver, self._shell.router.cold())
         except BaseException:
             await self._closing.leave()
             raise
@@ -117,12 +118,12 @@ class Scheduler:
             TimeoutError: The deadline passed while it was parked.
         """
         self._shell.home.check("load")
-        submission = self._shell.desk.submission(
-            Direction.LOAD, host_pages, device_pages,
+        ride = checked(
+            self._shell, Direction.LOAD, host_pages, device_pages,
             priority=priority, deadline=deadline, after=after, join=join,
             io_backend=io_backend, members=members,
         )  # fmt: skip
-        return await self._submit(submission)
+        return await self._submit(ride)
 
     async def backup(
         self,
@@ -142,12 +143,12 @@ class Scheduler:
             streaming: Copy each layer when `Transfer.layer_written` says that the forward has written it.
         """
         self._shell.home.check("backup")
-        submission = self._shell.desk.submission(
-            Direction.BACKUP, host_pages, device_pages,
+        ride = checked(
+            self._shell, Direction.BACKUP, host_pages, device_pages,
             priority=priority, deadline=deadline, after=after, streaming=streaming,
             io_backend=io_backend, members=members,
         )  # fmt: skip
-        return await self._submit(submission)
+        return await self._submit(ride)
 
     def load_nowait(
         self,
@@ -163,12 +164,12 @@ class Scheduler:
     ) -> Transfer:
         """Submit as `load` does; raise `anyio.WouldBlock` where that would park."""
         self._shell.home.check("load_nowait")
-        submission = self._shell.desk.submission(
-            Direction.LOAD, host_pages, device_pages,
+        ride = checked(
+            self._shell, Direction.LOAD, host_pages, device_pages,
             priority=priority, deadline=deadline, after=after, join=join,
             io_backend=io_backend, members=members,
         )  # fmt: skip
-        return submit_nowait(self._shell, submission)
+        return submit_nowait(self._shell, ride)
 
     def backup_nowait(
         self,
@@ -184,35 +185,35 @@ class Scheduler:
     ) -> Transfer:
         """Submit as `backup` does; raise `anyio.WouldBlock` where that would park."""
         self._shell.home.check("backup_nowait")
-        submission = self._shell.desk.submission(
-            Direction.BACKUP, host_pages, device_pages,
+        ride = checked(
+            self._shell, Direction.BACKUP, host_pages, device_pages,
             priority=priority, deadline=deadline, after=after, streaming=streaming,
             io_backend=io_backend, members=members,
         )  # fmt: skip
-        return submit_nowait(self._shell, submission)
+        return submit_nowait(self._shell, ride)
 
-    async def _submit(self, submission: Submission) -> Transfer:
+    async def _submit(self, ride: Ride) -> Transfer:
         await checkpoint_if_cancelled()
-        if self._shell.line.open_for(submission.priority, submission.nbytes):
-            return admit(self._shell, submission)
-        if submission.hold is not None:
-            acts.let_go(self._shell, submission.hold.pieces)
+        if self._shell.line.open_for(ride.priority, ride.request.nbytes):
+            return admit(self._shell, ride)
+        if ride.hold is not None:
+            acts.let_go(self._shell, ride.hold.pieces)
         woken = anyio.Event()
-        place = self._shell.line.enter(submission.priority, submission.nbytes, woken)
+        place = self._shell.line.enter(ride.priority, ride.request.nbytes, woken)
         timer, alarm = self._shell.timer, None
-        if submission.deadline is not None:
-            alarm = timer.call_at(submission.deadline, place.expire)
+        if ride.request.deadline is not None:
+            alarm = timer.call_at(ride.request.deadline, place.expire)
         try:
             while True:
                 await woken.wait()
                 self._shell.refuse_closed()
                 if place.expired:
                     raise TimeoutError(
-                        f"the deadline of a {submission.direction} passed while it waited for room; "
+                        f"the deadline of a {ride.direction} passed while it waited for room; "
                         "nothing was submitted"
                     )
                 if self._shell.line.may_go(place):
-                    return admit(self._shell, submission)
+                    return admit(self._shell, ride)
                 place.event = woken = anyio.Event()
         finally:
             if alarm is not None:

@@ -48,14 +48,14 @@ from offload.driver.base import Driver
 from offload.errors import RequestError, SchedulerClosedError, counted
 from offload.flight import Bell, Flight
 from offload.group import PagePair, PoolGroup
+from offload.holding import Holds
 from offload.ledger import Ledger, open_requests
 from offload.logs import logger
 from offload.loop import Home, Nowhere
 from offload.parking import Line
 from offload.ride import Ride
-from offload.route import Route
+from offload.route import Route, Router
 from offload.statistics import DirectionStatistics, Statistics
-from offload.submit import Desk
 from offload.tenancy import Tenancy
 from offload.timer import Timer
 from offload.trace import Tracer
@@ -75,11 +75,12 @@ class Shell:
     """One scheduler's state on its loop. `Scheduler` and `ThreadFace` are the faces of it."""
 
     group: PoolGroup
+    router: Router
     driver: Driver
     limits: Limits
     tracer: Tracer | None
-    desk: Desk
 
+    holds: Holds = attrs.field(factory=Holds)
     counters: Counters = attrs.field(factory=Counters)
     bell: Bell = attrs.field(factory=Bell)
     verdicts: AbstractContextManager[object] = attrs.field(factory=threading.RLock)

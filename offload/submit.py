@@ -1,188 +1,110 @@
 """The first half of a submit: every check, in the caller's frame, before anything is queued.
 
-What comes out is a `Submission`: checked, resolved, stamped, with the compute marks recorded on the
+What comes out is a `Ride` without a number: checked, resolved, stamped, with the compute marks recorded on the
 thread that called. Nothing in it belongs to the loop yet, so any thread may make one.
 """
 
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
-
-import attrs
+from typing import TYPE_CHECKING, TypeAlias
 
 from offload.core.kinds import Direction
 from offload.core.page_ids import PagesLike
-from offload.core.request import PATIENCE, Part, Request, due
+from offload.core.request import PATIENCE, Request, due
 from offload.driver.base import Driver, Event
 from offload.errors import RequestError
-from offload.group import PagePair, PoolGroup
-from offload.route import Route, Router
-from offload.trace import Tracer
+from offload.group import PagePair
+from offload.ride import Ride
+
+if TYPE_CHECKING:
+    from offload.shell import Shell
 
 After: TypeAlias = object
 """`"compute"`; an event, a stream, or a sequence of them; `()` for nothing."""
 
-Tags: TypeAlias = "Mapping[str, str | int | float | bool | None]"
 
+def checked(
+    shell: Shell,
+    direction: Direction,
+    host_pages: PagesLike,
+    device_pages: PagesLike,
+    *,
+    priority: float = 0,
+    deadline: float | None = None,
+    after: After = "compute",
+    join: bool = False,
+    streaming: bool = False,
+    io_backend: str | None = None,
+    members: Mapping[str, PagePair] | None = None,
+) -> Ride:
+    """Check a request and resolve its pair. Any thread.
 
-@attrs.define(eq=False)
-class Hold:
-    """Requests of one thread that are kept back until its `hold` block ends."""
-
-    depth: int = 0
-    pieces: list[int] = attrs.field(factory=list)
-    inside: list[object] = attrs.field(factory=list)
-    """The tasks, or threads, that are in the block."""
-
-
-class _Held(threading.local):
-    """The hold of each thread; it goes when the thread does."""
-
-    hold: Hold | None = None
-
-
-@attrs.define(eq=False)
-class Submission:
-    """A request that passed all checks and has no id yet."""
-
-    direction: Direction
-    parts: tuple[Part, ...]
-    route: Route
-    nbytes: int
-    num_pages: int
-    priority: float
-    due: float
-    deadline: float | None
-    submitted_ns: int
-    streaming: bool
-    join: bool
-    after: After
-    marks: tuple[Event, ...]
-    hold: Hold | None
-    tags: Tags | None
-
-    def request(self, number: int) -> Request:
-        """Return the request, which takes its place in the order of submission now."""
-        blockers = len(self.marks) + (self.hold is not None)
-        return Request(
-            number,
-            self.direction,
-            self.parts,
-            self.route,
-            self.nbytes,
-            self.num_pages,
-            self.due,
-            self.deadline,
-            self.streaming,
-            0 if self.streaming else blockers,
+    Raises:
+        RequestError: Pages, deadline or `after` are wrong, or the stream captures a graph.
+        UnsupportedPairError: The pair cannot be copied.
+        UnknownNameError: No such io backend or member.
+    """
+    driver, group = shell.driver, shell.group
+    submitted_ns = driver.now_ns()
+    route = shell.router.route(direction, io_backend)
+    parts = group.parts(direction, host_pages, device_pages, members)
+    when = _due(driver.now(), priority, deadline)
+    if streaming and (not isinstance(after, str) or after != "compute"):
+        raise RequestError(
+            f"after={after!r} does not apply to a streaming backup: layer_written orders each layer "
+            "after the compute that wrote it"
         )
+    marks = () if streaming else compute_marks(driver, after)
+    hold, tracer = shell.holds.current(), shell.tracer
+    request = Request(
+        0,
+        direction,
+        parts,
+        route,
+        group.nbytes(parts),
+        len(parts[0][1]) if len(parts) == 1 else sum(len(hosts) for _, hosts, _ in parts),
+        when,
+        None if deadline is None or math.isinf(deadline) else deadline,
+        streaming,
+        0 if streaming else len(marks) + (hold is not None),
+    )
+    return Ride(
+        shell,
+        request,
+        shell.counters.of(direction),
+        submitted_ns,
+        priority,
+        join,
+        after,
+        marks,
+        hold,
+        tracer.tags() if tracer is not None and tracer.active else None,
+    )
 
 
-@attrs.define(eq=False)
-class Desk:
-    """Takes what callers ask for and makes submissions of it."""
+def compute_marks(driver: Driver, after: After = "compute") -> tuple[Event, ...]:
+    """Return the events that must land first, recorded on the calling thread.
 
-    group: PoolGroup
-    router: Router
-    driver: Driver
-    tracer: Tracer | None
-    _held: _Held = attrs.field(factory=lambda: _Held())
-
-    def submission(
-        self,
-        direction: Direction,
-        host_pages: PagesLike,
-        device_pages: PagesLike,
-        *,
-        priority: float = 0,
-        deadline: float | None = None,
-        after: After = "compute",
-        join: bool = False,
-        streaming: bool = False,
-        io_backend: str | None = None,
-        members: Mapping[str, PagePair] | None = None,
-    ) -> Submission:
-        """Check a request and resolve its pair.
-
-        Raises:
-            RequestError: Pages, deadline or `after` are wrong, or the stream captures a graph.
-            UnsupportedPairError: The pair cannot be copied.
-            UnknownNameError: No such io backend or member.
-        """
-        submitted_ns = self.driver.now_ns()
-        route = self.router.route(direction, io_backend)
-        parts = self.group.parts(direction, host_pages, device_pages, members)
-        now = self.driver.now()
-        when = _due(now, priority, deadline)
-        if streaming and (not isinstance(after, str) or after != "compute"):
-            raise RequestError(
-                f"after={after!r} does not apply to a streaming backup: layer_written orders each layer "
-                "after the compute that wrote it"
-            )
-        tracer = self.tracer
-        return Submission(
-            direction,
-            parts,
-            route,
-            self.group.nbytes(parts),
-            len(parts[0][1]) if len(parts) == 1 else sum(len(hosts) for _, hosts, _ in parts),
-            priority,
-            when,
-            None if deadline is None or math.isinf(deadline) else deadline,
-            submitted_ns,
-            streaming,
-            join,
-            after,
-            () if streaming else self.marks(after),
-            self.holding(),
-            tracer.tags() if tracer is not None and tracer.active else None,
+    Raises:
+        RequestError: `after` is nothing to wait for, or the stream captures a graph.
+    """
+    if driver.fences and driver.capturing():
+        raise RequestError(
+            "a request was submitted on a stream that captures a graph: what it must follow cannot "
+            "be recorded there. Submit before the capture, or around the replay."
         )
-
-    def marks(self, after: After) -> tuple[Event, ...]:
-        """Return the events that must land first, recorded on the calling thread.
-
-        Raises:
-            RequestError: `after` is nothing to wait for, or the stream captures a graph.
-        """
-        if self.driver.fences and self.driver.capturing():
-            raise RequestError(
-                "a request was submitted on a stream that captures a graph: what it must follow cannot "
-                "be recorded there. Submit before the capture, or around the replay."
-            )
-        if after == "compute":
-            found: Sequence[Event] = self.driver.marks()
-        elif isinstance(after, str):
-            raise RequestError(
-                f"after={after!r}: it takes 'compute', an event, a stream, a sequence of them, or ()",
-                value=after,
-            )
-        else:
-            found = self.driver.events(after)
-        return tuple(event for event in found if not event.query()) if found else ()
-
-    def hold(self) -> Hold:
-        """Keep back what the calling thread submits from now on, until `release`."""
-        hold = self.holding()
-        if hold is None:
-            hold = self._held.hold = Hold()
-        hold.depth += 1
-        return hold
-
-    def holding(self) -> Hold | None:
-        """Return what keeps back the requests of the calling thread, if anything does."""
-        hold = self._held.hold
-        return hold if hold is not None and hold.depth else None
-
-    def release(self, hold: Hold) -> list[int]:
-        """End one level of a hold, on whatever thread; return the pieces to let go when it was the last."""
-        hold.depth -= 1
-        if hold.depth:
-            return []
-        pieces, hold.pieces = hold.pieces, []
-        return pieces
+    if after == "compute":
+        found: Sequence[Event] = driver.marks()
+    elif isinstance(after, str):
+        raise RequestError(
+            f"after={after!r}: it takes 'compute', an event, a stream, a sequence of them, or ()",
+            value=after,
+        )
+    else:
+        found = driver.events(after)
+    return tuple(event for event in found if not event.query()) if found else ()
 
 
 def _due(now: float, priority: float, deadline: float | None) -> float:

@@ -15,7 +15,7 @@ from offload.core.page_ids import PagesLike
 from offload.counters import Counters
 from offload.group import PagePair
 from offload.statistics import Statistics
-from offload.submit import After
+from offload.submit import After, checked
 from offload.transfer import Transfer
 from offload.waits import check_timeout
 
@@ -49,8 +49,8 @@ class ThreadFace:
         """
         return submit(
             self._shell,
-            self._shell.desk.submission(
-                Direction.LOAD, host_pages, device_pages,
+            checked(
+                self._shell, Direction.LOAD, host_pages, device_pages,
                 priority=priority, deadline=deadline, after=after, join=join,
                 io_backend=io_backend, members=members,
             ),
@@ -73,8 +73,8 @@ class ThreadFace:
         """Submit a backup, as `Scheduler.backup`; block while there is no room. Raises as `load`."""
         return submit(
             self._shell,
-            self._shell.desk.submission(
-                Direction.BACKUP, host_pages, device_pages,
+            checked(
+                self._shell, Direction.BACKUP, host_pages, device_pages,
                 priority=priority, deadline=deadline, after=after, streaming=streaming,
                 io_backend=io_backend, members=members,
             ),
@@ -94,12 +94,12 @@ class ThreadFace:
         members: Mapping[str, PagePair] | None = None,
     ) -> Transfer:
         """Submit a load; raise `anyio.WouldBlock` where `load` would wait for room."""
-        submission = self._shell.desk.submission(
-            Direction.LOAD, host_pages, device_pages,
+        ride = checked(
+            self._shell, Direction.LOAD, host_pages, device_pages,
             priority=priority, deadline=deadline, after=after, join=join,
             io_backend=io_backend, members=members,
         )  # fmt: skip
-        return submit_nowait(self._shell, submission)
+        return submit_nowait(self._shell, ride)
 
     def backup_nowait(
         self,
@@ -114,12 +114,12 @@ class ThreadFace:
         members: Mapping[str, PagePair] | None = None,
     ) -> Transfer:
         """Submit a backup; raise `anyio.WouldBlock` where `backup` would wait for room."""
-        submission = self._shell.desk.submission(
-            Direction.BACKUP, host_pages, device_pages,
+        ride = checked(
+            self._shell, Direction.BACKUP, host_pages, device_pages,
             priority=priority, deadline=deadline, after=after, streaming=streaming,
             io_backend=io_backend, members=members,
         )  # fmt: skip
-        return submit_nowait(self._shell, submission)
+        return submit_nowait(self._shell, ride)
 
     def hold(self) -> AbstractContextManager[None]:
         """Keep back what this thread submits until the block ends; then it is one batch.

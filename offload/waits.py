@@ -24,7 +24,7 @@ async def until(ride: Ride, what: int, reached: Callable[[], bool]) -> bool:
     shell.home.check("await", "wait_layer, wait_issued, wait_source_reusable or result")
     suspended = False
     while not reached():
-        if shell.desk.holding() is not None:
+        if shell.holds.current() is not None:
             refuse_waiting(ride)
         signal = shell.home.signal()
         ride.enter(signal, what)
