@@ -34,7 +34,7 @@ def admit(shell: Shell, ride: Ride) -> Transfer:
     shell.take_inbox()
     if shell.closing:
         shell.refuse_closed()
-    deadline = ride.request.deadline  # its own; whoever rides on another's copies has that one's request
+    deadline = ride.request.deadline  # its own: who rides on another has that one's request
     if not (ride.join and _join(shell, ride)):
         _enter(shell, ride)
     if deadline is not None and not ride.settled:

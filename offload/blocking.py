@@ -112,6 +112,6 @@ class BlockingScheduler(ThreadFace):
         try:
             self.close()
         except BaseException as fault:
-            if error is None or not isinstance(fault, Exception):  # a signal's is for who is signalled
-                raise
+            if error is None or not isinstance(fault, Exception):
+                raise  # a signal's is for who is signalled
             error.add_note(f"The scheduler failed too: {fault!r}")
