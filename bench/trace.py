@@ -2,13 +2,14 @@
 
 A record is one layer copy, one request, or one wait that suspended; the clock stamps are the caller's. A batch
 is 8 requests x 32 layers: one plan, 32 layer copies, 8 requests. Its whole life runs on the threads driver with
-64 KiB per layer and request: one scheduler with a tracer and two without take turns, and the two without say how
-much of a ratio is noise.
+64 KiB per layer and request, all of it on one core: one scheduler with a tracer and two without take turns, and the
+two without say how much of a ratio is noise.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import statistics
 import tempfile
 import time
@@ -119,10 +120,16 @@ def on_off(groups: int) -> OnOff:
 
     They take turns, so that all meet the same machine, and begin them in turns. Of a group of neighbours the
     fastest of each counts, which is the one that nobody interrupted; of the groups' ratios the median. The three
-    change pools until each has had all of them, because where memory lies costs more than a tracer.
+    change pools until each has had all of them, and the geometric mean of the three ratios counts: so what
+    memory costs more where it lies in one place than in another cancels out.
+
+    All run on one core. Left alone, the system puts the threads of one scheduler on other cores than those of
+    the next, which costs more than a tracer; and on one core nothing that is recorded hides beside a copy.
     """
     pools = [_pools() for _ in range(SIDES)]
-    fastest: list[list[float]] = []
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, sorted(cores)[-1:])
+    arranged: list[list[list[float]]] = []
     for first in range(SIDES):
         with contextlib.ExitStack() as stack:
             sides = [
@@ -133,11 +140,17 @@ def on_off(groups: int) -> OnOff:
             ]
             for side in sides:
                 life(side)
-            fastest += [_group(sides) for _ in range(groups)]
+            arranged.append([_group(sides) for _ in range(groups)])
+    os.sched_setaffinity(0, cores)
+
+    def mean(ratio: Callable[[float, float, float], float]) -> float:
+        medians = [statistics.median(ratio(*each) for each in fastest) for fastest in arranged]
+        return statistics.geometric_mean(medians)
+
     return OnOff(
-        statistics.median(2 * on / (off + other) for on, off, other in fastest),
-        statistics.median(off / other for _, off, other in fastest),
-        statistics.median(off for _, off, _ in fastest),
+        mean(lambda on, off, other: 2 * on / (off + other)),
+        mean(lambda _, off, other: off / other),
+        mean(lambda _, off, other: off),
     )
 
 
