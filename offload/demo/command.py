@@ -60,7 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
     missing = [name for name in ("transformers", "gguf", "accelerate") if find_spec(name) is None]
     if missing:
         print(
-            f"offload demo: {', '.join(missing)} not installed; pip install 'offload[demo]'",
+            f"offload demo: {', '.join(missing)} not installed. From a clone, `make demo` sets up everything; "
+            "elsewhere the extra 'demo' has them.",
             file=sys.stderr,
         )
         return REJECTED

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
@@ -12,6 +10,7 @@ from statistics import median
 import attrs
 
 from offload.demo.serve import Turn
+from offload.trace.write import replacing
 
 
 @attrs.frozen
@@ -66,17 +65,9 @@ class Results:
     longest_loop_gap_s: float
 
     def write(self, path: Path) -> None:
-        """Write it as JSON, by one rename."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".json")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as stream:
-                json.dump(attrs.asdict(self), stream, indent=2)
-                stream.write("\n")
-            Path(name).replace(path)
-        except BaseException:
-            Path(name).unlink()
-            raise
+        """Write it as JSON, whole or not at all."""
+        with replacing(path) as stream:
+            stream.write(f"{json.dumps(attrs.asdict(self), indent=2)}\n".encode())
 
 
 def combine(
