@@ -49,37 +49,34 @@ REJECTED = 2
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
-    from offload.errors import OffloadError
-
     arguments = list(sys.argv[1:] if argv is None else argv)
-    prog, command = PROG, ""
+    command = next((word for word in arguments if not word.startswith("-")), "")
+    prog = f"{PROG} {command}" if command in COMMANDS else PROG
     try:
-        parser = _parser(arguments)
-        parsed, unknown = parser.parse_known_args(arguments)
-        command = parsed.command
-        prog = parser.prog = f"{PROG} {command}"
-        if unknown:
-            parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-        run: Callable[[argparse.Namespace], int] = parsed.run
-        code = run(parsed)
+        code = _run(arguments, command, prog)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader (`| head`) left. Point stdout elsewhere, or the interpreter fails flushing it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (OffloadError, OSError) as error:
-        print(f"{prog}: {_told(error)}", file=sys.stderr)
-        return REJECTED
-    except MISREAD as error:
-        if command not in READERS:
+    except Exception as error:
+        told = _told(error, command)
+        if told is None:
             raise
-        what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        print(
-            f"{prog}: this is JSON, and not a trace that can be read ({what})",
-            file=sys.stderr,
-        )
+        print(f"{prog}: {told}", file=sys.stderr)
         return REJECTED
     return code
+
+
+def _run(arguments: Sequence[str], command: str, prog: str) -> int:
+    """Parse the arguments of a command, and do it."""
+    parser = _parser(command)
+    parsed, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        parser.prog = prog
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    run: Callable[[argparse.Namespace], int] = parsed.run
+    return run(parsed)
 
 
 def output(path: Path, suffixes: tuple[str, ...], what: str) -> Path:
@@ -98,13 +95,20 @@ def output(path: Path, suffixes: tuple[str, ...], what: str) -> Path:
     return path
 
 
-def _told(error: Exception) -> str:
-    """Return an error as text; one of the file system without its number."""
+def _told(error: Exception, command: str) -> str | None:
+    """Return an error as text, one of the file system without its number; None for a fault of ours."""
+    from offload.errors import OffloadError
+
     if isinstance(error, FileNotFoundError) and error.filename:
         return f"{error.filename}: no such file"
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror.lower()}"
-    return str(error)
+    if isinstance(error, (OffloadError, OSError)):
+        return str(error)
+    if command in READERS and isinstance(error, MISREAD):
+        what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        return f"this is JSON, and not a trace that can be read ({what})"
+    return None
 
 
 class _Parser(argparse.ArgumentParser):
@@ -114,7 +118,7 @@ class _Parser(argparse.ArgumentParser):
         self.exit(REJECTED, f"{self.prog}: {message.rstrip('.')}. See {self.prog} --help.\n")
 
 
-def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+def _parser(command: str) -> argparse.ArgumentParser:
     """Return the parser, with the full arguments of the one command that is called.
 
     Raises:
@@ -122,13 +126,12 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     """
     from offload.errors import UnknownNameError
 
+    if command and command not in COMMANDS:
+        raise UnknownNameError("command", command, COMMANDS)
     parser = _Parser(prog=PROG, description="Moves KV-cache pages between device and host memory.")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
-    called = next((word for word in arguments if not word.startswith("-")), None)
-    if called is not None and called not in COMMANDS:
-        raise UnknownNameError("command", called, COMMANDS)
     for name, (module, line) in COMMANDS.items():
-        if name == called:
+        if name == command:
             import_module(module).add_parser(subparsers)
         else:
             subparsers.add_parser(name, help=line)
