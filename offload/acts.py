@@ -12,6 +12,7 @@ from offload.core.batch import Piece, State
 from offload.core.events import Cancel, Unblock, Written
 from offload.driver.base import Event
 from offload.driver.foreign import ForeignEvent
+from offload.hands import settle
 from offload.holding import HoldBlock, refuse_held, refuse_held_pages
 from offload.ride import Ride
 from offload.submit import compute_marks
@@ -56,7 +57,7 @@ def _abandon(ride: Ride, error: BaseException | None) -> None:
     if ride.settled:
         return
     if ride.wanted_by_others():
-        shell.settle(ride, State.CANCELLED if error is None else State.FAILED, error)
+        settle(shell, ride, State.CANCELLED if error is None else State.FAILED, error)
     else:
         shell.handle(Cancel(ride.request.id, error))
     shell.ask_for_turn()

@@ -23,21 +23,13 @@ from typing import TypeAlias
 import anyio
 import attrs
 
-from offload.core.batch import Batch, Limits, Piece, State
+from offload.core.batch import Limits, State
 from offload.core.events import (
-    Command,
     Ended,
     Event,
-    Extend,
     Failed,
     Flush,
-    Issue,
     Landed,
-    Settle,
-    SettleLayer,
-    Stop,
-    Unlock,
-    Watch,
 )
 from offload.core.hazards import HazardTable
 from offload.core.machine import Machine
@@ -48,13 +40,14 @@ from offload.driver.base import Driver
 from offload.errors import RequestError, SchedulerClosedError, counted
 from offload.flight import Bell, Flight
 from offload.group import PagePair, PoolGroup
+from offload.hands import obey, settle
 from offload.holding import Holds
 from offload.ledger import Ledger, open_requests
 from offload.logs import logger
 from offload.loop import Home, Nowhere
 from offload.parking import Line
 from offload.ride import Ride
-from offload.route import Route, Router
+from offload.route import Router
 from offload.statistics import DirectionStatistics, Statistics
 from offload.tenancy import Tenancy
 from offload.timer import Timer
@@ -113,11 +106,11 @@ class Shell:
     rides: dict[int, Ride] = attrs.field(factory=dict)
     """Those whose pages are still claimed."""
 
-    _flights: dict[int, Flight] = attrs.field(factory=dict)
+    flights: dict[int, Flight] = attrs.field(factory=dict)
     _arrivals: deque[Flight] = attrs.field(factory=deque)
     _inbox: deque[Callable[[], None]] = attrs.field(factory=deque)
     _turn_due: bool = False
-    _changed: list[anyio.Event] = attrs.field(factory=list)
+    changed: list[anyio.Event] = attrs.field(factory=list)
 
     def __attrs_post_init__(self) -> None:
         tables = tuple(
@@ -127,7 +120,7 @@ class Shell:
         pools = PoolUse([member.host for member in self.group.members])
         self.ledger = Ledger(self.tracer, self.driver.now_ns, pools)
         self.line = Line(self.machine.budget, self.limits.max_queued_bytes)
-        self.tenancy = Tenancy(self.group, self.machine, self.driver, self._flights)
+        self.tenancy = Tenancy(self.group, self.machine, self.driver, self.flights)
 
     def open(self) -> None:
         """Settle on the loop that runs now.
@@ -161,7 +154,7 @@ class Shell:
         try:
             self.driver.close()
         finally:
-            if self.fault is not None and all(flight.over for flight in self._flights.values()):
+            if self.fault is not None and all(flight.over for flight in self.flights.values()):
                 self.machine.forget(self.tenancy)  # what it had decided is void, and nothing moves
             self.tenancy.give_back()
             if self.tracer is not None:
@@ -270,7 +263,7 @@ class Shell:
         self._inbox.append(act)
         return self.ask_for_turn()
 
-    def _report(self, flight: Flight) -> None:
+    def report(self, flight: Flight) -> None:
         """Take note that a flight has news. Any thread; the flag is read before the news is."""
         if flight.reported:
             flight.heard = False  # by a turn that was asked for, and may never come
@@ -357,14 +350,14 @@ class Shell:
         if error is not None and not batch.failed:
             self.ledger.mark("error", error, batch=batch.id, layer=flight.error_layer)
             self.handle(Failed(batch.id, error, flight.spoiled()))
-        if over and batch.id in self._flights:
+        if over and batch.id in self.flights:
             if flight.uncounted is not None:
                 self.ledger.uncounted(flight.uncounted)
             self.handle(Ended(batch.id, landed, flight.untouched))
-            del self._flights[batch.id]
+            del self.flights[batch.id]
             flight.rides.clear()  # they refer to it too
-            if self._changed:
-                self._notify()
+            if self.changed:
+                self.notify()
 
     def submit(self, ride: Ride) -> None:
         """Tell the machine of a request; it may settle at once.
@@ -383,7 +376,7 @@ class Shell:
             self.rides[ride.request.id] = ride
             ride.counters.admit()
             for command in commands:
-                self._obey(command)
+                obey(self, command)
         except BaseException as error:
             self._undecided(error)
             raise
@@ -400,7 +393,7 @@ class Shell:
         self.deciding = True
         try:
             for command in self.machine.handle(event):
-                self._obey(command)
+                obey(self, command)
         except BaseException as error:
             self._undecided(error)
             raise
@@ -412,107 +405,22 @@ class Shell:
         if not isinstance(error, RequestError):
             self._break(error)
 
-    def _obey(self, command: Command) -> None:
-        match command:
-            case SettleLayer(batch):
-                flight = self._flights[batch.id]
-                for ride in flight.rides:
-                    if ride.watched:
-                        ride.wake(batch.landed)
-            case Issue(batch):
-                self._issue(batch)
-            case Settle(piece, state):
-                self._settle(piece, state)
-            case Unlock(piece):
-                self._unlock(piece)
-            case Extend(batch):
-                self._flights[batch.id].limit = batch.limit
-                self._kick(batch)
-            case Watch(batch):
-                flight = self._flights[batch.id]
-                flight.watched = flight.by_layer = True
-                self._report(flight)
-            case Stop(batch):
-                self._flights[batch.id].stopped = True
-                self._kick(batch)
-
-    def _issue(self, batch: Batch) -> None:
-        route = batch.route
-        assert isinstance(route, Route)
-        flight = Flight(
-            batch,
-            route,
-            self.bell,
-            self._report,
-            self.counters.of(batch.direction),
-            self.tracer,
-            batch.direction,
-            self.driver.now_ns,
-        )
-        self.batches += 1
-        self._flights[batch.id] = flight
-        now = self.driver.now_ns()
-        for piece in batch.pieces:
-            if piece.followers:
-                flight.watched = flight.by_layer = True
-            ride = self.rides.get(piece.request.id)
-            if ride is not None:
-                ride.fly(flight, piece)
-        try:
-            self.driver.stream(batch.direction).carry(flight)
-        except BaseException as error:  # noqa: BLE001 - the driver's, and so that of these requests
-            flight.failed(batch.first, error)
-            flight.ended()
-        self.ledger.issued(flight.rides, now)  # while the stream plans already
-
-    def _kick(self, batch: Batch) -> None:
-        if not self._flights[batch.id].over:
-            self.driver.stream(batch.direction).kick()
-
-    def _settle(self, piece: Piece, state: State) -> None:
-        ride = self.rides[piece.id]
-        if not ride.issued_ns:
-            ride.counters.withdraw()
-        self.settle(ride, state, piece.error)
-        for each in ride.joined or ():
-            self.settle(each, state, piece.error)
-
-    def settle(self, ride: Ride, state: State, error: BaseException | None) -> None:
-        """Let a request be over, unless it is already, and write down how it ended."""
-        if ride.settled:
-            return
-        self.ledger.settled(ride, ride.settle(state, error))
-        if ride.alarm is not None:
-            self.timer.cancel(ride.alarm)
-            ride.alarm = None
-        if self.bell.waiting:
-            self.bell.ring()
-
-    def _unlock(self, piece: Piece) -> None:
-        ride = self.rides.pop(piece.id)
-        if ride.issued_ns:
-            ride.counters.drain(ride.request.nbytes)
-        ride.release()
-        if self.bell.waiting:
-            self.bell.ring()
-        if self._changed:
-            self._notify()
-
-    def _notify(self) -> None:
-        if self._changed:
-            changed, self._changed = self._changed, []
+    def notify(self) -> None:
+        """Let those look again who wait for a change."""
+        if self.changed:
+            changed, self.changed = self.changed, []
             for event in changed:
                 event.set()
 
     async def change(self) -> None:
         """Wait until pages were unlocked, a batch ended, or the scheduler broke."""
         event = anyio.Event()
-        self._changed.append(event)
+        self.changed.append(event)
         try:
             await event.wait()
         finally:
-            if event in self._changed:
-                self._changed.remove(event)
+            if event in self.changed:
+                self.changed.remove(event)
 
     def _break(self, error: BaseException) -> None:
         """Our own fault: it is raised to whoever leaves the scheduler."""
@@ -524,6 +432,6 @@ class Shell:
         self.stop_intake()
         for ride in list(self.rides.values()):
             for each in (ride, *(ride.joined or ())):
-                self.settle(each, State.FAILED, error)
+                settle(self, each, State.FAILED, error)
         self.bell.ring()
-        self._notify()
+        self.notify()

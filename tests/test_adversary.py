@@ -374,7 +374,7 @@ async def test_waits_for_idle_pages_that_were_cancelled_leave_nothing_behind() -
                 group.start_soon(lambda: scheduler.idle(device_pages=[0]))
                 await sim.advance(0)
                 group.cancel_scope.cancel()
-        assert len(scheduler._shell._changed) < 5
+        assert len(scheduler._shell.changed) < 5
         gate.open()
         await sim.run_until_idle()
 

@@ -340,7 +340,7 @@ def test_a_turn_that_a_loop_was_asked_for_and_never_took_holds_no_worker() -> No
         first = await scheduler.load(host_pages=[0], device_pages=[0])
         await scheduler.load(host_pages=[1], device_pages=[0])
         await first.layer(0)
-        while len(scheduler._shell._flights) < 2:
+        while len(scheduler._shell.flights) < 2:
             await anyio.lowlevel.checkpoint()
         home = scheduler._shell.home
         with pytest.MonkeyPatch.context() as patch:

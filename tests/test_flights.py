@@ -18,13 +18,13 @@ from tests.sched import on_both, threads_scheduler
 def told(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     """Return what flights report from now on: how many layers had landed, and whether it was over."""
     found: list[tuple[int, bool]] = []
-    report = Shell._report
+    report = Shell.report
 
     def noted(self: Shell, flight: Flight) -> None:
         found.append((flight.landed_layers, flight.over))
         report(self, flight)
 
-    monkeypatch.setattr(Shell, "_report", noted)
+    monkeypatch.setattr(Shell, "report", noted)
     return found
 
 

@@ -192,13 +192,13 @@ def test_threads_do_not_wait_for_a_scheduler_that_broke(monkeypatch: pytest.Monk
 
 def late_reports(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Hold back what streams report to the loop until the event is set: threads see landings first."""
-    gate, report = threading.Event(), Shell._report
+    gate, report = threading.Event(), Shell.report
 
     def late(shell: Shell, flight: Flight) -> None:
         assert gate.wait(5.0)
         report(shell, flight)
 
-    monkeypatch.setattr(Shell, "_report", late)
+    monkeypatch.setattr(Shell, "report", late)
     return gate
 
 

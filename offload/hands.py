@@ -1,0 +1,115 @@
+"""The hands of a scheduler: what its machine commands, done. On the loop's thread."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from offload.core.batch import Batch, Piece, State
+from offload.core.events import (
+    Command,
+    Extend,
+    Issue,
+    Settle,
+    SettleLayer,
+    Stop,
+    Unlock,
+    Watch,
+)
+from offload.flight import Flight
+from offload.ride import Ride
+from offload.route import Route
+
+if TYPE_CHECKING:
+    from offload.shell import Shell
+
+
+def obey(shell: Shell, command: Command) -> None:
+    match command:
+        case SettleLayer(batch):
+            flight = shell.flights[batch.id]
+            for ride in flight.rides:
+                if ride.watched:
+                    ride.wake(batch.landed)
+        case Issue(batch):
+            _issue(shell, batch)
+        case Settle(piece, state):
+            _settle(shell, piece, state)
+        case Unlock(piece):
+            _unlock(shell, piece)
+        case Extend(batch):
+            shell.flights[batch.id].limit = batch.limit
+            _kick(shell, batch)
+        case Watch(batch):
+            flight = shell.flights[batch.id]
+            flight.watched = flight.by_layer = True
+            shell.report(flight)
+        case Stop(batch):
+            shell.flights[batch.id].stopped = True
+            _kick(shell, batch)
+
+
+def _issue(shell: Shell, batch: Batch) -> None:
+    route = batch.route
+    assert isinstance(route, Route)
+    flight = Flight(
+        batch,
+        route,
+        shell.bell,
+        shell.report,
+        shell.counters.of(batch.direction),
+        shell.tracer,
+        batch.direction,
+        shell.driver.now_ns,
+    )
+    shell.batches += 1
+    shell.flights[batch.id] = flight
+    now = shell.driver.now_ns()
+    for piece in batch.pieces:
+        if piece.followers:
+            flight.watched = flight.by_layer = True
+        ride = shell.rides.get(piece.request.id)
+        if ride is not None:
+            ride.fly(flight, piece)
+    try:
+        shell.driver.stream(batch.direction).carry(flight)
+    except BaseException as error:  # noqa: BLE001 - the driver's, and so that of these requests
+        flight.failed(batch.first, error)
+        flight.ended()
+    shell.ledger.issued(flight.rides, now)  # while the stream plans already
+
+
+def _kick(shell: Shell, batch: Batch) -> None:
+    if not shell.flights[batch.id].over:
+        shell.driver.stream(batch.direction).kick()
+
+
+def _settle(shell: Shell, piece: Piece, state: State) -> None:
+    ride = shell.rides[piece.id]
+    if not ride.issued_ns:
+        ride.counters.withdraw()
+    settle(shell, ride, state, piece.error)
+    for each in ride.joined or ():
+        settle(shell, each, state, piece.error)
+
+
+def settle(shell: Shell, ride: Ride, state: State, error: BaseException | None) -> None:
+    """Let a request be over, unless it is already, and write down how it ended."""
+    if ride.settled:
+        return
+    shell.ledger.settled(ride, ride.settle(state, error))
+    if ride.alarm is not None:
+        shell.timer.cancel(ride.alarm)
+        ride.alarm = None
+    if shell.bell.waiting:
+        shell.bell.ring()
+
+
+def _unlock(shell: Shell, piece: Piece) -> None:
+    ride = shell.rides.pop(piece.id)
+    if ride.issued_ns:
+        ride.counters.drain(ride.request.nbytes)
+    ride.release()
+    if shell.bell.waiting:
+        shell.bell.ring()
+    if shell.changed:
+        shell.notify()
