@@ -6,7 +6,7 @@ A text says what was asked, why it cannot be, and what works instead.
 from __future__ import annotations
 
 from offload.errors_asked import GeometryError, RequestError
-from offload.errors_base import OffloadError, counted, one_of, shown, told
+from offload.errors_base import OffloadError, counted, one_of, shown, sized, told
 from offload.errors_outcomes import (
     CudaError,
     InvalidTransitionError,
@@ -36,6 +36,7 @@ __all__ = [
     "left_behind",
     "one_of",
     "shown",
+    "sized",
     "told",
 ]
 

@@ -8,6 +8,14 @@ from typing import TypeVar
 _Error = TypeVar("_Error", bound="OffloadError")
 
 
+def sized(nbytes: float) -> str:
+    """Return bytes in the largest unit of which there is one: `512 B`, `88.1 MB` of 1e6."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= size:
+            return f"{nbytes / size:.1f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
 _SHOWN = (bytes, int, float, type(None))
 """What an error shows by its value; of anything else it names the type, because tensors print their data."""
 

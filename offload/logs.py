@@ -14,6 +14,7 @@ from typing import Final
 import attrs
 
 from offload.counters import Counters
+from offload.errors import sized
 
 logger: Final = logging.getLogger("offload")
 
@@ -82,9 +83,9 @@ class Periodic:
         self._last = current
         parts = []
         if loaded:
-            parts.append(f"load {loaded / 1e6:.1f} MB {loaded / max(1, load_ns):.1f} GB/s")
+            parts.append(f"load {sized(loaded)} {sized(1e9 * loaded / max(1, load_ns))}/s")
         if saved:
-            parts.append(f"backup {saved / 1e6:.1f} MB {saved / max(1, backup_ns):.1f} GB/s")
+            parts.append(f"backup {sized(saved)} {sized(1e9 * saved / max(1, backup_ns))}/s")
         if forward_ns:
             parts.append(f"stalled {100 * stall_ns / forward_ns:.1f} %")
         return ", ".join(parts)

@@ -57,7 +57,6 @@ SCHEDULER: set[str] = {
         "opening",
         "blocking",
         "shell",
-        "hands",
         "admission",
         "ride",
         "waits",

@@ -24,6 +24,7 @@ from offload.errors import (
     UnsupportedPairError,
     left_behind,
     one_of,
+    sized,
 )
 
 DRAINING = "its pages stay locked until the copies already issued have landed."
@@ -285,6 +286,17 @@ def test_parse_lists_further_choices() -> None:
     """Names that are handled elsewhere are among the choices."""
     with pytest.raises(UnknownNameError, match=r"did you mean 'auto'.*'auto', 'direct'"):
         parse(IoBackend, "aut", also=("auto",))
+
+
+def test_sizes_have_a_unit_that_fits() -> None:
+    """The largest of which there is one; nothing is 0.0 of something."""
+    assert [sized(n) for n in (0, 999, 1000, 88_100_000, 3.2e12)] == [
+        "0 B",
+        "999 B",
+        "1.0 kB",
+        "88.1 MB",
+        "3200.0 GB",
+    ]
 
 
 def test_names_as_prose() -> None:

@@ -147,8 +147,8 @@ class _Canvas:
     def _title(self, report: Report) -> Iterator[str]:
         stalled = f"{report.stall_ratio:.1%} stalled"
         rest = (
-            f" of {_duration(report.forward_ns)} forward  ·  load {report.load.gbps:.3g} GB/s, "
-            f"{report.load.overlap:.0%} hidden behind compute  ·  backup {report.backup.gbps:.3g} GB/s"
+            f" of {_duration(report.forward_ns)} forward  ·  load {report.load.rate}, "
+            f"{report.load.overlap:.0%} hidden behind compute  ·  backup {report.backup.rate}"
             f"  ·  {report.coalescing:.1f}x coalesced"
         )
         yield (

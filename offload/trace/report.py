@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import attrs
 
-from offload.errors import counted
+from offload.errors import counted, sized
 from offload.trace.records import ASYNC_LANE, UNKNOWN, Copy, Layer, Step, Wait
 from offload.trace.timeline import Timeline
 
@@ -76,7 +76,7 @@ class DirectionReport:
     @property
     def rate(self) -> str:
         """The same as text, in a unit that fits: `26.5 GB/s`."""
-        return f"{_size(self.gbps * 1e9)}/s"
+        return f"{sized(self.gbps * 1e9)}/s"
 
     @property
     def overlap(self) -> float:
@@ -279,17 +279,9 @@ def _line(name: str, one: DirectionReport) -> str:
     if not one.layer_copies:
         return f"  {name:7} nothing"
     return (
-        f"  {name:7} {_size(one.nbytes):>13} {one.rate:>12}"
+        f"  {name:7} {sized(one.nbytes):>13} {one.rate:>12}"
         f"  {one.overlap:7.1%} hidden behind compute"
     )
-
-
-def _size(nbytes: float) -> str:
-    """Return bytes in the largest unit of which there is one."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= size:
-            return f"{nbytes / size:.1f} {unit}"
-    return f"{nbytes:.0f} B"
 
 
 def _row(row: LayerReport, longest: int) -> str:

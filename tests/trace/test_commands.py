@@ -59,7 +59,7 @@ def test_picture_shows_stalls_and_numbers() -> None:
     report = tracer.report()
     assert text.count(f'height="{picture.ROW}" fill="{picture.STALL}"') == report.waits == 6
     assert f"{report.stall_ratio:.1%} stalled" in text
-    assert f"load {report.load.gbps:.3g} GB/s" in text
+    assert f"load {report.load.rate}, " in text
     for lane in ("forward", "load H2D", "backup D2H"):
         assert f">{lane}</text>" in text
 
