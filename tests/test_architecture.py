@@ -57,6 +57,7 @@ SCHEDULER: set[str] = {
         "opening",
         "blocking",
         "shell",
+        "hands",
         "admission",
         "ride",
         "waits",
