@@ -2,7 +2,7 @@
 
 A `Piece` is what the machine orders: a whole request, or one layer of a streaming backup. Pieces of one
 direction, one route and the same layers that follow nobody share a queue and become one batch; a piece
-that follows an earlier request has a queue of its own, because its mates must not wait for that one.
+that follows an earlier request is a batch of its own, because its mates must not wait for that one.
 """
 
 from __future__ import annotations
@@ -69,6 +69,9 @@ class Limits:
                     value=value,
                 )
 
+
+ALONE = "alone"
+"""What pieces have in common that share a batch with nobody: one heap, for a look at the head asks every heap."""
 
 SWEEP = 256
 """Pieces that were dropped from a queue, below which a sweep is not worth it."""
@@ -215,7 +218,7 @@ class Queue:
         """Add a piece; it keeps its place by `due` and then by submission."""
         piece.waiting = False
         alone = piece.alone or piece.follows
-        key = piece.id if alone else (piece.request.route, piece.first, piece.last)
+        key = ALONE if alone else (piece.request.route, piece.first, piece.last)
         heap = self.heaps.get(key)
         if heap is None:
             heap = self.heaps[key] = []
@@ -252,6 +255,8 @@ class Queue:
         """
         taken: list[Piece] = []
         key, pieces = self._most_urgent(), self._pieces
+        if key == ALONE:
+            requests = 1
         heap = [] if key is None else self.heaps[key]
         while heap:
             number = heap[0][1]

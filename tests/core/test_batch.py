@@ -69,6 +69,17 @@ def test_routes_layers_and_loners_keep_apart() -> None:
     assert take_all(queue_of(pieces)) == [[0, 5], [1], [2], [3], [4]]
 
 
+def test_loners_stand_in_one_line() -> None:
+    """However many go alone, they are taken one by one, by urgency, and a look at the head asks one heap."""
+    pieces = [piece(n, urgency=float(-n % 7)) for n in range(50)]
+    for each in pieces:
+        each.alone = True
+    queue = queue_of(pieces)
+    assert len(queue.heaps) == 1
+    order = sorted(pieces, key=lambda each: (each.request.due, each.id))
+    assert take_all(queue, requests=None) == [[each.id] for each in order]
+
+
 def test_what_was_cancelled_in_the_queue_is_dropped() -> None:
     """Pieces that nobody wants any more are neither head nor taken."""
     pieces = [piece(n) for n in range(4)]
