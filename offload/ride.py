@@ -179,10 +179,12 @@ class Ride:
         """Return whether it failed or was cancelled; or it is done and its pages are free of traffic.
 
         Threads see the last layer land before the loop gives the pages back. Who is told `done` may
-        free them and must find them free.
+        free them and must find them free; unless the scheduler has broken, and never gives them back.
         """
         verdict = self.verdict()
-        return verdict is not None and (verdict is not State.DONE or self.released)
+        if verdict is State.DONE:
+            return self.released or self.shell.stuck is not None
+        return verdict is not None
 
     def over(self) -> bool:
         """Return whether it failed or was cancelled, or is settled: then no further layer will land."""

@@ -433,5 +433,6 @@ class Shell:
         for ride in list(self.rides.values()):
             for each in (ride, *(ride.joined or ())):
                 settle(self, each, State.FAILED, error)
+            ride.wake()  # it may have settled before, and wait for its pages
         self.bell.ring()
         self.notify()

@@ -9,6 +9,7 @@ import pytest
 
 import offload
 from offload import acts, closing, shell, timer
+from offload.core import machine
 from offload.testing import Hooks, SimDriver, ThreadsDriver
 from tests.sched import contents, on_both, pools, sim_scheduler, state, threads_scheduler
 
@@ -161,3 +162,25 @@ async def test_a_broken_scheduler_keeps_no_loop_busy() -> None:
         with pytest.raises(ZeroDivisionError):
             await body()
     assert 0 < len(turns) < 5
+
+
+@on_both
+async def test_who_waits_for_pages_of_a_broken_scheduler_hears_that_it_is_done() -> None:
+    """Landed before a fault of ours that keeps its pages from being given back: done, and nobody waits on."""
+
+    async def body() -> None:
+        async with offload.open_scheduler(*pools(), driver=(sim := SimDriver())) as scheduler:
+            load = await scheduler.load(host_pages=[0], device_pages=[0])
+            async with anyio.create_task_group() as group:
+                group.start_soon(load._settled)
+                await sim.run_until_idle()
+                await anyio.wait_all_tasks_blocked()
+                assert load.done
+                scheduler._shell.post(lambda: 1 / 0)  # type: ignore[arg-type]
+                with anyio.fail_after(5):
+                    await load
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine.Machine, "_leave", lambda *_: None)
+        with pytest.raises(ZeroDivisionError):
+            await body()
