@@ -12,8 +12,9 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from offload import waits
+from offload.arguments import expect
 from offload.core.kinds import Direction
-from offload.errors import RequestError
+from offload.errors import RequestError, shown
 from offload.trace import Tracer
 from offload.trace.forward import ForwardTrace
 from offload.transfer import Transfer
@@ -56,6 +57,7 @@ def attach(
             f"attach takes a list of layers, one module per model layer, and got {type(given).__name__}. "
             "Pass the model's own list, such as model.model.layers, or [layer] for a single one."
         )
+    expect("attach", "tracer", tracer, (Tracer, type(None)), "a Tracer, or None")
     return Attachment(
         tuple(layers), _listed(load, Direction.LOAD), _listed(backup, Direction.BACKUP), tracer
     )
@@ -163,8 +165,8 @@ def fence(
         RequestError: It is a backup, whose layers this very forward may still have to write; and as
             `Transfer.fence` does.
     """
+    _check_transfer("fence", transfer, Direction.LOAD)
     ride = transfer._ride
-    _check_direction(transfer, Direction.LOAD)
     start = waits.fence(ride, layer, timeout)
     ride.shell.ledger.waited(ride, layer, start, trace)
     return start != 0
@@ -177,17 +179,18 @@ def _listed(
         return ()
     listed = tuple(transfers) if isinstance(transfers, Sequence) else (transfers,)
     for transfer in listed:
-        if not isinstance(transfer, Transfer):
-            raise RequestError(
-                f"attach takes transfers, and got {type(transfer).__name__} {transfer!r}. A load or a "
-                "backup is a transfer once it was awaited: load=await scheduler.load(...)."
-            )
-        _check_direction(transfer, direction)
+        _check_transfer("attach", transfer, direction)
     return listed
 
 
-def _check_direction(transfer: Transfer, direction: Direction) -> None:
+def _check_transfer(call: str, transfer: Transfer, direction: Direction) -> None:
     """Refuse a backup as a load, which would wait for what only the forward itself can write; or a load as a backup."""
+    if not isinstance(transfer, Transfer):
+        raise RequestError(
+            f"{call} takes transfers, and got {shown(transfer)}. A load or a backup is a transfer once it "
+            "was awaited: load=await scheduler.load(...).",
+            value=transfer,
+        )
     if transfer.direction is direction:
         return
     if direction is Direction.LOAD:

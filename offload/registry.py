@@ -12,6 +12,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 import attrs
 
+from offload.arguments import refusal
 from offload.core.axes import Axes
 from offload.core.kinds import AUTO, IoBackend, Layout
 from offload.core.strategy import Column, Table
@@ -60,9 +61,12 @@ def register_backend(name: str, factory: Factory, *, column: Column) -> None:
         column: Returns the name of its strategy for a pair, or a `Rejection`.
 
     Raises:
-        RequestError: The name is taken, or is none.
+        RequestError: The name is taken, or is none; or `factory` or `column` cannot be called.
     """
     taken = {AUTO, *IoBackend} - {IoBackend.KERNEL_ASCEND}
+    for argument, value in {"factory": factory, "column": column}.items():
+        if not callable(value):
+            raise refusal("register_backend", argument, value, "a function")
     with _REGISTRY.lock:
         _claim("io_backend", name, taken | set(_REGISTRY.backends))
         _REGISTRY.backends[name] = BackendEntry(name, factory, column)
@@ -72,8 +76,10 @@ def register_driver(name: str, factory: Factory) -> None:
     """Add a driver that `open_scheduler(driver=name)` accepts.
 
     Raises:
-        RequestError: The name is taken.
+        RequestError: The name is taken, or `factory` cannot be called.
     """
+    if not callable(factory):
+        raise refusal("register_driver", "factory", factory, "a function")
     with _REGISTRY.lock:
         _claim("driver", name, {*BUILT_IN_DRIVERS, *_REGISTRY.drivers})
         _REGISTRY.drivers[name] = factory

@@ -9,6 +9,7 @@ from __future__ import annotations
 import attrs
 import numpy as np
 
+from offload.arguments import positive
 from offload.core.request import Pages
 from offload.core.slots import pages_from_slots
 from offload.errors import GeometryError
@@ -57,7 +58,7 @@ def trailing(count: int) -> Trailing:
     Raises:
         GeometryError: `count` is not positive.
     """
-    _at_least_one("rules.trailing", count=count)
+    positive("rules.trailing", count=count)
     return Trailing(count)
 
 
@@ -77,15 +78,9 @@ def ratio(pages: int, *, per: int = 1) -> Spread | Gathered:
         >>> ratio(1, per=2)(np.array([6, 7, 10, 11]))
         array([3, 5])
     """
-    _at_least_one("rules.ratio", pages=pages, per=per)
+    positive("rules.ratio", pages=pages, per=per)
     if pages > 1 and per > 1:
         raise GeometryError(
             "rules.ratio", expected={"pages or per": 1}, got={"pages or per": (pages, per)}
         )
     return Gathered(per) if per > 1 else Spread(pages)
-
-
-def _at_least_one(subject: str, **numbers: int) -> None:
-    wrong = {name: number for name, number in numbers.items() if number < 1}
-    if wrong:
-        raise GeometryError(subject, expected=dict.fromkeys(wrong, "at least 1"), got=wrong)

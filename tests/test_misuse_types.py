@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import offload
+from offload import registry
 from offload.testing import ThreadsDriver
 
 SPEC = offload.PoolSpec.mha(num_layers=2, page_size=4, num_kv_heads=2, head_dim=8)
@@ -165,6 +166,13 @@ CALLS: dict[str, tuple[Callable[..., object], dict[str, object], dict[str, set[s
         {"spec": SPEC, "layout": "page_first"},
         {"device": MAYBE},
     ),
+    "PageAllocator": (
+        lambda num_pages=4: offload.PageAllocator(num_pages),
+        {},
+        {"num_pages": NUMBER},
+    ),
+    "rules.trailing": (offload.rules.trailing, {}, {"count": NUMBER}),
+    "rules.ratio": (offload.rules.ratio, {"pages": 1}, {"pages": NUMBER, "per": NUMBER}),
     "Tracer": (
         offload.Tracer,
         {},
@@ -211,6 +219,30 @@ def test_what_an_argument_does_not_take_is_an_error_of_ours(
             passed.add(odd)
     assert passed == taken.get(argument, set())
     assert [text for text in texts if "0x" in text or "tensor(" in text] == []
+
+
+def test_what_cannot_be_called_is_not_registered() -> None:
+    """A factory or a column of the wrong type is told at once, and not when somebody asks for the name."""
+    for odd in ("numpy", None, 3):
+        with pytest.raises(
+            offload.RequestError, match=r"register_driver: factory is .* a function"
+        ):
+            offload.register_driver("odd", odd)  # type: ignore[arg-type]
+        with pytest.raises(offload.RequestError, match=r"register_backend: factory is"):
+            offload.register_backend("odd", odd, column=print)  # type: ignore[arg-type]
+        with pytest.raises(offload.RequestError, match=r"register_backend: column is"):
+            offload.register_backend("odd", print, column=odd)  # type: ignore[arg-type]
+    assert "odd" not in {**registry.drivers(), **registry.backends()}
+
+
+def test_layerwise_names_what_is_no_transfer() -> None:
+    """A fence of something else, or a tracer that is none, is told before a forward runs."""
+    with pytest.raises(offload.RequestError, match="fence takes transfers, and got 'load'"):
+        offload.layerwise.fence("load", 0)  # type: ignore[arg-type]
+    with pytest.raises(
+        offload.RequestError, match="attach: tracer is 3; it takes a Tracer, or None"
+    ):
+        offload.layerwise.attach([torch.nn.Identity()], tracer=3)  # type: ignore[arg-type]
 
 
 TOLD = {

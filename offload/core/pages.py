@@ -53,6 +53,9 @@ class PageAllocator:
         lock: AbstractContextManager[object] | None = None,
         table: HazardTable | None = None,
     ) -> None:
+        given: object = num_pages
+        if isinstance(given, bool) or not isinstance(given, (int, np.integer)):
+            raise RequestError(f"num_pages is {shown(given)} and must be an integer.", value=given)
         if not 0 <= num_pages < MAX_PAGES:
             raise RequestError(f"num_pages is {num_pages} and must be 0 to {MAX_PAGES - 1}.")
         self.table = HazardTable(num_pages, lock=lock) if table is None else table
