@@ -153,10 +153,10 @@ class Flight:
         """Plan the batch and make its copies ready."""
         tracer = self.tracer
         start = self.clock() if tracer is not None else 0
-        requests = [piece.request for piece in self.batch.pieces]
-        self._copies = self.route.prepare(plan_copy(self.batch.direction, requests))
+        parts = [part for piece in self.batch.pieces for part in piece.request.parts]
+        self._copies = self.route.prepare(plan_copy(self.batch.direction, parts))
         if tracer is not None and tracer.active:
-            ids = tuple(request.id for request in requests)
+            ids = tuple(piece.request.id for piece in self.batch.pieces)
             end = self.clock()
             tracer.plan(self.batch.id, self.batch.direction, self.stream, start, end, ids)
 

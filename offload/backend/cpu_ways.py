@@ -70,8 +70,6 @@ class ByRuns:
     @classmethod
     def of(cls, runs: Runs) -> ByRuns:
         """Return the way of these runs."""
-        if len(runs) == 1:
-            return cls([(runs.source.item(), runs.destination.item(), runs.count.item())])
         return cls(_rows(runs.source, runs.destination, runs.count))
 
     @property
@@ -162,6 +160,8 @@ def choose(runs: Runs, nbytes: int, *, packed: bool) -> Way:
         nbytes: Bytes of one layer of one component.
         packed: Whether the source's pages lie together; `index_copy_` is slow where they do not.
     """
+    if len(runs) == 1:  # nothing is cheaper
+        return ByRuns([(runs.source.item(), runs.destination.item(), runs.num_pages)])
     few = len(runs) * _RUN_CALL + nbytes * _RUN_BYTE
     if few <= min(
         _GATHER_CALL + nbytes * _GATHER_BYTE,

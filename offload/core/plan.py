@@ -7,7 +7,6 @@ What a run means in bytes depends on the two geometries, never on the request.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
 from typing import TypeAlias
 
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from offload.core.geometry import ComponentGeometry, pair_runs
 from offload.core.hazards import Pages
 from offload.core.kinds import Direction
-from offload.core.request import Part, Request
+from offload.core.request import Part
 
 Offsets = NDArray[np.int64]
 """Byte offsets or sizes, int64: they pass 2**31."""
@@ -125,17 +124,14 @@ Plan: TypeAlias = dict[int, Runs]
 """What a batch moves, by member of the group that it touches. Members that share their pages share the runs."""
 
 
-def plan_copy(
-    direction: Direction, requests: Sequence[Request], scratch: Scratch | None = None
-) -> Plan:
+def plan_copy(direction: Direction, every: list[Part], scratch: Scratch | None = None) -> Plan:
     """Plan the copies of a batch.
 
     Members whose pages are the same arrays, as those that follow the anchor have, are planned once.
 
     Args:
-        requests: All of this direction, with distinct destinations.
+        every: The parts of all its requests, with distinct destinations.
     """
-    every = [part for request in requests for part in request.parts]
     if len({part[0] for part in every}) == 1:  # a single pair of pools, most often
         return {every[0][0]: coalesce(*_joined(direction, every), scratch)}
     members: dict[int, list[Part]] = {}

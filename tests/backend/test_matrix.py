@@ -274,7 +274,8 @@ def test_every_way_of_the_cpu_backend_copies_the_same(
         "offload.backend.cpu.choose", lambda runs, nbytes, packed: choose(runs, nbytes, packed=True)
     )
     for pairs in page_sets(direction)[1:]:
-        assert type(choose(runs_of(pairs), 100, packed=True)) is WAYS[way]
+        runs = runs_of(pairs)
+        assert type(choose(runs, 100, packed=True)) is (WAYS[way] if len(runs) > 1 else ByRuns)
         check(make_backend("cpu"), lambda: pools(name, layout), direction, pairs)
 
 

@@ -14,7 +14,6 @@ from offload.core.geometry import Component, ComponentGeometry, Geometry, matche
 from offload.core.kinds import Direction, Layout, PoolKind
 from offload.core.layout import device_geometry, host_geometry
 from offload.core.plan import Ops, Runs, Scratch, coalesce, copy_ops, plan_copy
-from offload.core.request import Part, Request
 
 Pages = NDArray[np.int64]
 
@@ -118,21 +117,15 @@ def test_page_ids_up_to_the_bound_are_exact() -> None:
     assert sorted(expand(coalesce(*columns(pairs)))) == sorted(pairs)
 
 
-def request(number: int, *parts: Part) -> Request:
-    """Return a request of so many parts."""
-    pages = sum(len(hosts) for _, hosts, _ in parts)
-    return Request(number, Direction.LOAD, parts, "route", 0, pages, 0.0)
-
-
 def test_members_that_share_their_pages_are_planned_once() -> None:
     """A group of 40 members under two page rules is planned twice, whatever the number of requests."""
     host, device = columns([(3, 1), (4, 2)])
     other_host, other_device = columns([(7, 0)])
     own = (39, other_host, other_device)
-    one = request(1, *((member, host, device) for member in range(39)), own)
+    one = [*((member, host, device) for member in range(39)), own]
     more_host, more_device = columns([(5, 3)])
-    two = request(2, *((member, more_host, more_device) for member in range(39)))
-    plan = plan_copy(Direction.LOAD, [one, two])
+    two = [(member, more_host, more_device) for member in range(39)]
+    plan = plan_copy(Direction.LOAD, one + two)
     assert list(plan) == list(range(40))
     assert len(set(plan.values())) == 2
     assert expand(plan[0]) == [(3, 1), (4, 2), (5, 3)]
@@ -144,7 +137,7 @@ def test_members_that_share_their_pages_are_planned_once() -> None:
 def test_a_backup_runs_from_device_to_host() -> None:
     """The direction decides which pages are the source."""
     host, device = columns([(3, 1), (4, 2)])
-    plan = plan_copy(Direction.BACKUP, [request(1, (0, host, device))])
+    plan = plan_copy(Direction.BACKUP, [(0, host, device)])
     assert expand(plan[0]) == [(1, 3), (2, 4)]
 
 
@@ -153,9 +146,8 @@ def test_a_backup_runs_from_device_to_host() -> None:
 def test_a_plan_says_what_it_is_of(way: Direction, members: tuple[int, ...]) -> None:
     """One member or several: members in their order, and runs once for all, are those of the request."""
     host, device = columns([(3, 1), (4, 2), (9, 7)])
-    named = Request(1, way, tuple((m, host, device) for m in members), "route", 0, 3, 0.0)
     scratch = Scratch()
-    plan = plan_copy(way, [named], scratch)
+    plan = plan_copy(way, [(member, host, device) for member in members], scratch)
     assert list(plan) == list(members)
     assert len(set(plan.values())) == 1
     pairs = [(3, 1), (4, 2), (9, 7)]
@@ -167,8 +159,8 @@ def test_members_that_share_one_side_alone_are_planned_apart() -> None:
     """The same host pages into other device pages, or the reverse, are other runs."""
     host, device = columns([(3, 1), (4, 2)])
     other_host, other_device = columns([(8, 6), (9, 5)])
-    parts = ((0, host, device), (1, host, other_device), (2, other_host, device))
-    plan = plan_copy(Direction.LOAD, [request(1, *parts)])
+    parts = [(0, host, device), (1, host, other_device), (2, other_host, device)]
+    plan = plan_copy(Direction.LOAD, parts)
     assert [expand(runs) for runs in plan.values()] == [
         [(3, 1), (4, 2)],
         [(3, 6), (4, 5)],
