@@ -116,6 +116,14 @@ REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
         lambda: PageAllocator(1 << 31),
         "num_pages is 2147483648 and must be 0 to 2147483647.",
     ),
+    "pool of no integer": (
+        lambda: PageAllocator("8"),  # type: ignore[arg-type]
+        "num_pages is '8' and must be an integer.",
+    ),
+    "pool of a truth value": (
+        lambda: PageAllocator(True),
+        "num_pages is True and must be an integer.",
+    ),
     "alloc of no integer": (
         lambda: PageAllocator(8).alloc(1.5),  # type: ignore[arg-type]
         "alloc of 1.5 pages: it takes an integer.",
@@ -166,6 +174,10 @@ REFUSALS: dict[str, tuple[Callable[[], object], str]] = {
             "page_align=512 of layout 'l t p h d': outermost axis is l, expected p. Use "
             "'page_first', 'page_first_direct', 'page_head' or 'page_first_kv_split'."
         ),
+    ),
+    "axes that are no text": (
+        lambda: Axes(["p", "t", "d"]),  # type: ignore[arg-type]
+        "axes: type is list, expected a string such as 'p l t h d'.",
     ),
     "missing axes": (
         lambda: require(Axes("p d"), {"p": 3, "l": 9, "2": 2, "t": 2, "h": 1, "d": 4}),
@@ -219,6 +231,7 @@ def test_a_refusal_in_full(name: str) -> None:
         (REFUSALS["single number"][0], 7),
         (REFUSALS["two dimensions"][0], TABLE),
         (REFUSALS["floats"][0], FLOATS),
+        (REFUSALS["pool of no integer"][0], "8"),
         (REFUSALS["alloc of no integer"][0], 1.5),
         (REFUSALS["negative alloc"][0], -2),
     ],
