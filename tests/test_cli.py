@@ -166,6 +166,8 @@ QUICK = {
     "report": ["report", "TRACE", "--json"],
     "timeline": ["timeline", "TRACE", "-o", "OUT"],
     "check": ["check", "TRACE"],
+    "merge": ["merge", "TRACE", "TRACE", "-o", "MERGED"],
+    "view": ["view", "--help"],
     "misuse": ["matrixx"],
 }
 
@@ -175,7 +177,11 @@ def test_a_command_loads_no_torch(arguments: list[str], tmp_path: Path) -> None:
     """Whoever asks a question waits for the answer, not for torch and an event loop to be imported."""
     trace = tmp_path / "empty.json"
     trace.write_text('{"traceEvents": []}', "utf-8")
-    paths = {"TRACE": str(trace), "OUT": str(tmp_path / "picture.svg")}
+    paths = {
+        "TRACE": str(trace),
+        "OUT": str(tmp_path / "picture.svg"),
+        "MERGED": str(tmp_path / "merged.json"),
+    }
     code = (
         "import sys\n"
         "from offload.cli import main\n"
