@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 
 from offload.driver.loops import poster, running_on_asyncio, signals
 from offload.errors import RequestError
+
+_NEVER_S = 1e8
+"""Three years."""
 
 
 class Home:
@@ -66,6 +71,23 @@ class Home:
         trio.lowlevel.spawn_system_task(ring)
         return scope.cancel
 
+    def at_end(self, callback: Callable[[], object]) -> Callable[[], None]:
+        """Call `callback` when the loop ends for good, on whatever thread ends it; return what takes that back."""
+        if self._asyncio is None:
+            return _at_end_of_trio(callback)
+        omen = _Omen(callback)
+        handle = self._asyncio.call_later(_NEVER_S, omen)
+        # A loop that is closed drops what it was to call. So nobody else may keep that.
+        omens, handles = weakref.ref(omen), weakref.ref(handle)
+
+        def take_back() -> None:
+            omen, handle = omens(), handles()
+            if omen is not None and handle is not None:
+                omen.callback = None
+                handle.cancel()
+
+        return take_back
+
     def check(self, call: str, instead: str = "") -> None:
         """Raise unless the caller runs on this loop.
 
@@ -119,6 +141,42 @@ class Home:
                 f"{self._process}, and its threads did not come along when that forked. Open a "
                 "scheduler in this process."
             )
+
+
+class _Omen:
+    """What a loop is to call in a far future; dropped before, it says so."""
+
+    def __init__(self, callback: Callable[[], object]) -> None:
+        self.callback: Callable[[], object] | None = callback
+
+    def __call__(self) -> None:
+        """Never mind."""
+
+    def __del__(self) -> None:
+        if self.callback is not None:
+            with contextlib.suppress(Exception):  # the interpreter may be in the middle of its end
+                self.callback()
+
+
+def _at_end_of_trio(callback: Callable[[], object]) -> Callable[[], None]:
+    """Do the same on trio, after all that was posted until then."""
+    import trio
+
+    scope, token = trio.CancelScope(), trio.lowlevel.current_trio_token()
+
+    async def wait() -> None:
+        with scope:
+            try:
+                await trio.sleep_forever()
+            finally:
+                if not scope.cancel_called:
+                    try:
+                        token.run_sync_soon(callback)
+                    except trio.RunFinishedError:
+                        callback()
+
+    trio.lowlevel.spawn_system_task(wait)
+    return scope.cancel
 
 
 def _trio_token() -> object:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
 
 import attrs
 
@@ -19,8 +22,8 @@ from offload.loop import Home, Nowhere
 class Tenancy:
     """The claim of one scheduler on the pools of its group, from when it opens until it has closed.
 
-    A scheduler whose loop ended under it never closes. Its claim goes when nothing of it moves any more:
-    the last flight to end sees to that, or the next one who wants the pools.
+    A scheduler whose loop ended under it never closes. Its claim goes when nothing of it moves any more: the end
+    of the loop sees to that, or the last flight to end after it.
     """
 
     group: PoolGroup
@@ -31,7 +34,8 @@ class Tenancy:
     """The loop that it lives on, once it is open. No more of the scheduler is known here: pools know us, and
     would keep all that we know."""
 
-    _burial: threading.Lock = attrs.field(factory=threading.Lock)
+    _burial: AbstractContextManager[object] = attrs.field(factory=threading.RLock)
+    _unwatch: Callable[[], None] | None = None
 
     def take(self, home: Home) -> None:
         """Make the pools' tables ours, on a loop.
@@ -53,9 +57,13 @@ class Tenancy:
         for pair in self.machine.tables:
             for table in pair:
                 table.owner = self
+        self._unwatch = home.at_end(partial(_bury, weakref.ref(self)))
 
     def give_back(self) -> None:
         """Make the pools' tables nobody's, as far as they are ours."""
+        if self._unwatch is not None:
+            self._unwatch()
+            self._unwatch = None
         for pair in self.machine.tables:
             for table in pair:
                 if table.owner is self:
@@ -72,3 +80,10 @@ class Tenancy:
             with self._burial:
                 self.machine.forget(self)
                 self.give_back()
+
+
+def _bury(tenancy: weakref.ref[Tenancy]) -> None:
+    """Do so, if anybody still has it, and this is the process whose loop it was."""
+    found = tenancy()
+    if found is not None and not found.home.forked:
+        found.bury()

@@ -14,6 +14,7 @@ import pytest
 import offload
 from offload.testing import Hooks, SimDriver, ThreadsDriver
 from tests.sched import (
+    LOOPS,
     check_left,
     check_workers_end,
     contents,
@@ -352,6 +353,48 @@ def test_a_turn_that_a_loop_was_asked_for_and_never_took_holds_no_worker() -> No
     run(body)
     gates[1].open()
     assert len(set(threading.enumerate()) - before) == 1
+    check_workers_end(before, hooks)
+
+
+@pytest.mark.parametrize(
+    ("loop", "busy"),
+    [
+        *((loop, busy) for loop in LOOPS for busy in ("idle", "held")),
+        *(
+            (loop, "heard") for loop in LOOPS if loop != "trio"
+        ),  # it calls whatever was posted before
+    ],
+)
+def test_a_loop_that_ends_under_a_scheduler_lets_its_pools_go(loop: str, busy: str) -> None:
+    """Nothing in the air, or its end heard of by a turn that never came: the pools are free, the worker ends."""
+    device, host = pools()
+    hooks = Hooks()
+    gate = hooks.gate(layer=3)
+    before = set(threading.enumerate())
+
+    async def body() -> None:
+        scheduler = offload.open_scheduler(device, host, driver=ThreadsDriver(hooks=hooks))
+        await scheduler.__aenter__()
+        load = await scheduler.load(host_pages=[0], device_pages=[0])
+        await load.layer(2)
+        if busy == "heard":
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(scheduler._shell.home, "post", lambda callback: True)
+                gate.open()
+                while not load._ride.flight_of(0).over:  # type: ignore[union-attr]
+                    os.sched_yield()
+            return
+        gate.open()
+        await load
+        if busy == "held":
+            hold = scheduler.hold()
+            hold.__enter__()
+            await scheduler.load(host_pages=[1], device_pages=[1])
+
+    run(body, loop)
+    for pool in (device, host):
+        assert pool.pages.table.owner is None
+        assert not pool.pages.table.held()
     check_workers_end(before, hooks)
 
 
