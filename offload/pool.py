@@ -33,7 +33,7 @@ Tensors: TypeAlias = Mapping[str, torch.Tensor | Sequence[torch.Tensor]]
 
 
 class DevicePool(Pool):
-    """Pages where the model computes."""
+    """Pages where the model computes. Made by `allocate` or `adopt`."""
 
     @classmethod
     def allocate(
@@ -63,7 +63,7 @@ class DevicePool(Pool):
         place = "this machine" if where.type == "cpu" else str(where)
         with naming_bytes(call, num_pages=num_pages, nbytes=nbytes, where=place):
             tensors = device_tensors(spec, num_pages, where)
-            return cls(spec=spec, geometry=geometry, device=where, tensors=tensors)
+            return cls._made(spec, geometry, where, tensors)
 
     @classmethod
     def adopt(cls, spec: PoolSpec, tensors: Tensors, *, axes: str | None = None) -> Self:
@@ -80,11 +80,11 @@ class DevicePool(Pool):
         """
         expect("DevicePool.adopt", "spec", spec, PoolSpec, "a PoolSpec")
         geometry, held = adopt_device(spec, tensors, None if axes is None else Axes(axes))
-        return cls(spec=spec, geometry=geometry, device=_device_of(held), tensors=held)
+        return cls._made(spec, geometry, _device_of(held), held)
 
 
 class HostPool(Pool):
-    """Pages in host memory."""
+    """Pages in host memory. Made by `like`, `allocate` or `adopt`."""
 
     @classmethod
     def like(
@@ -156,8 +156,7 @@ class HostPool(Pool):
         nbytes = num_pages * geometry.page_stride
         with naming_bytes(call, num_pages=num_pages, nbytes=nbytes, where="this machine"):
             geometry, tensors = host_tensors(spec, geometry, pinned=pinned)
-            cpu = torch.device("cpu")
-            return cls(spec=spec, geometry=geometry, device=cpu, tensors=tensors, pinned=pinned)
+            return cls._made(spec, geometry, torch.device("cpu"), tensors, pinned=pinned)
 
     @classmethod
     def adopt(
@@ -182,9 +181,7 @@ class HostPool(Pool):
         order = _order("HostPool.adopt", layout, axes)
         geometry, held = adopt_host(spec, tensors, order)
         pinned = torch.cuda.is_available() and all(tensor.is_pinned() for tensor in _all(held))
-        return cls(
-            spec=spec, geometry=geometry, device=_device_of(held), tensors=held, pinned=pinned
-        )
+        return cls._made(spec, geometry, _device_of(held), held, pinned=pinned)
 
     @property
     def page_stride(self) -> int:

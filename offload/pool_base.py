@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TypeAlias
+from typing import Self, TypeAlias
 from weakref import WeakKeyDictionary
 
 import attrs
@@ -11,6 +11,7 @@ import torch
 
 from offload.core.geometry import ComponentGeometry, Geometry
 from offload.core.pages import PageAllocator
+from offload.errors import RequestError
 from offload.pool_memory import flat_view
 from offload.spec import PoolSpec
 
@@ -27,9 +28,9 @@ BITS: dict[int, torch.dtype] = {
 """By itemsize, the dtype as which elements are moved: bits, never numbers that could be converted."""
 
 
-@attrs.define(eq=False, kw_only=True)
+@attrs.define(eq=False, kw_only=True, init=False)
 class Pool:
-    """Pages of one spec in one memory."""
+    """Pages of one spec in one memory. Made by `allocate` or `adopt`."""
 
     spec: PoolSpec
     geometry: Geometry
@@ -51,6 +52,29 @@ class Pool:
 
     _views: dict[tuple[str, int], torch.Tensor] = attrs.field(init=False, factory=dict)
     _flats: dict[tuple[str, int], torch.Tensor] = attrs.field(init=False, factory=dict)
+
+    def __init__(self, *args: object, **named: object) -> None:
+        name = type(self).__name__
+        raise RequestError(
+            f"{name} is not called to make one: {name}.allocate(spec, num_pages=...) makes its memory, "
+            f"{name}.adopt(spec, tensors) takes an engine's own."
+        )
+
+    @classmethod
+    def _made(
+        cls,
+        spec: PoolSpec,
+        geometry: Geometry,
+        device: torch.device,
+        tensors: Held,
+        *,
+        pinned: bool = False,
+    ) -> Self:
+        pool = cls.__new__(cls)
+        pool.__attrs_init__(
+            spec=spec, geometry=geometry, device=device, tensors=tensors, pinned=pinned
+        )
+        return pool
 
     def __attrs_post_init__(self) -> None:
         """Make the allocator; its lock is shared with the table of pages in use."""

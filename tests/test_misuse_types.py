@@ -235,6 +235,13 @@ def test_what_cannot_be_called_is_not_registered() -> None:
     assert "odd" not in {**registry.drivers(), **registry.backends()}
 
 
+@pytest.mark.parametrize("pool", [offload.DevicePool, offload.HostPool])
+def test_a_pool_s_class_says_what_makes_pools(pool: type[offload.DevicePool]) -> None:
+    """Called as if it made one, it names what does."""
+    with pytest.raises(offload.RequestError, match=rf"{pool.__name__}\.allocate\(spec, num_pages="):
+        pool(SPEC, num_pages=8)
+
+
 def test_layerwise_names_what_is_no_transfer() -> None:
     """A fence of something else, or a tracer that is none, is told before a forward runs."""
     with pytest.raises(offload.RequestError, match="fence takes transfers, and got 'load'"):
