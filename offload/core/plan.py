@@ -111,6 +111,8 @@ def coalesce(source: Pages, destination: Pages, scratch: Scratch | None = None) 
             keys.sort()
             np.subtract(after, before, out=steps)
     cuts = (steps != _STEP).nonzero()[0]
+    if not len(cuts):
+        return Runs(keys[:1] >> 32, keys[:1] & _STEP - 2, np.array([n]), n)
     bounds = np.empty(len(cuts) + 2, np.int64)  # where runs start, and the end
     bounds[0], bounds[-1] = 0, n
     np.add(cuts, 1, out=bounds[1:-1])
