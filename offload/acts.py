@@ -29,8 +29,6 @@ def cancel(ride: Ride) -> None:
     shell = ride.shell
     shell.home.check_process("cancel")
     here = shell.home.here and not shell.deciding
-    if here:
-        shell.take_inbox()
     if not ride.decide(State.CANCELLED):
         return
     if here:
@@ -115,7 +113,7 @@ def layer_written(ride: Ride, layer: int) -> None:
         shell.handle(Written(ride.request.id, layer, piece, len(marks)))
         watch(ride, piece, marks)
 
-    shell.post(written)
+    shell.post_order(written)
 
 
 # Holding ------------------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ def admit(shell: Shell, ride: Ride) -> Transfer:
     Raises:
         RequestError: It could only wait for ever. Nothing was queued.
     """
-    shell.take_inbox()
+    shell.catch_up()
     if shell.closing:
         shell.refuse_closed()
     deadline = ride.request.deadline  # its own: who rides on another has that one's request

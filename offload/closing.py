@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 _CHUNK = 256
 """Requests cancelled per turn while closing: about 3 ms of the loop."""
 
-_POSTS = 1024
-"""Posts of other threads taken per turn while closing."""
+POSTS = 1024
+"""Posts of other threads that a caller's frame takes, and one turn of closing: about 10 ms."""
 
 
 @attrs.define(eq=False)
@@ -85,7 +85,7 @@ class Closing:
         shell.stop_intake()
         if drain and deadline is not None and not math.isinf(deadline):
             shell.timer.call_at(deadline, self._cancel_queued_soon)
-        while not shell.take_inbox(_POSTS):
+        while not shell.take_inbox(POSTS):
             await checkpoint()
         acts.let_go_of_all(shell)
         requests = iter(shell.machine.names())

@@ -17,7 +17,7 @@ from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 
 from offload import acts
 from offload.admission import admit, submit_nowait
-from offload.closing import Closing, check_deadline
+from offload.closing import POSTS, Closing, check_deadline
 from offload.core.kinds import Direction
 from offload.core.page_ids import PagesLike
 from offload.counters import Counters
@@ -258,7 +258,7 @@ class Scheduler:
             members: Pages of the group's members that have their own; either side may be empty.
         """
         if not self._shell.home.forked:
-            self._shell.take_inbox()
+            self._shell.take_inbox(POSTS)
         return self._shell.busy(self._shell.places(device_pages, host_pages, members))
 
     async def idle(
@@ -278,13 +278,14 @@ class Scheduler:
         shell.home.check("idle", "scheduler.from_thread.wait_idle")
         await checkpoint()
         places = shell.places(device_pages, host_pages, members)
-        shell.take_inbox()
+        while not shell.take_inbox(POSTS):
+            await checkpoint()
         while shell.busy(places):
             if shell.stuck is not None:
                 raise shell.closed_error("wait for idle pages") from shell.stuck
             acts.refuse_waiting_for(shell, places)
             await shell.change()
-            shell.take_inbox()
+            shell.take_inbox(POSTS)
 
     @property
     def counters(self) -> Counters:

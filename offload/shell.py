@@ -109,6 +109,9 @@ class Shell:
     flights: dict[int, Flight] = attrs.field(factory=dict)
     _arrivals: deque[Flight] = attrs.field(factory=deque)
     _inbox: deque[Callable[[], None]] = attrs.field(factory=deque)
+    _orders: deque[Callable[[], None]] = attrs.field(factory=deque)
+    """Those that whatever is submitted must come after: layers that were written."""
+
     _turn_due: bool = False
     changed: list[anyio.Event] = attrs.field(factory=list)
 
@@ -263,6 +266,16 @@ class Shell:
         self._inbox.append(act)
         return self.ask_for_turn()
 
+    def post_order(self, act: Callable[[], None]) -> bool:
+        """Do the same before whatever is submitted from now on, and before other posts. Any thread."""
+        self._orders.append(act)
+        return self.ask_for_turn()
+
+    def catch_up(self) -> None:
+        """Do what has its place in the order already, posted with `post_order`: few, and quick."""
+        while self._orders and not self.deciding:
+            self._do(self._orders.popleft())
+
     def report(self, flight: Flight) -> None:
         """Take note that a flight has news. Any thread; the flag is read before the news is."""
         if flight.reported:
@@ -303,7 +316,7 @@ class Shell:
             if self.driver.lost is not None and self.lost is None:
                 self.lost = self.driver.lost
                 self._give_up(self.lost)
-            more = bool(self._inbox) and not self.take_inbox(_PER_TURN)
+            more = bool(self._inbox or self._orders) and not self.take_inbox(_PER_TURN)
             pieces = 0
             while self._arrivals and pieces < _PER_TURN:
                 flight = self._arrivals.popleft()
@@ -326,16 +339,21 @@ class Shell:
 
         A fault in it is ours, not of the caller who happens to come by.
         """
+        if self._orders:
+            self.catch_up()
         done = 0
         while self._inbox and not self.deciding and done != most:
             done += 1
-            try:
-                self._inbox.popleft()()
-            except BaseException as error:
-                self._break(error)  # raised where the scheduler is left
-                if not isinstance(error, Exception):  # a signal's, and that is the caller's as well
-                    raise
-        return not self._inbox
+            self._do(self._inbox.popleft())
+        return not (self._inbox or self._orders)
+
+    def _do(self, act: Callable[[], None]) -> None:
+        try:
+            act()
+        except BaseException as error:
+            self._break(error)  # raised where the scheduler is left
+            if not isinstance(error, Exception):  # a signal's, and that is the caller's as well
+                raise
 
     def _absorb(self, flight: Flight) -> None:
         """Tell the machine what a flight has published since the last time."""

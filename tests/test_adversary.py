@@ -95,7 +95,7 @@ async def test_a_fault_in_what_a_thread_posted_is_not_the_next_callers() -> None
     caught: list[BaseException] = []
     try:
         async with offload.open_scheduler(device, host, driver=sim) as scheduler:
-            scheduler._shell._inbox.append(lambda: 1 / 0)  # type: ignore[arg-type]
+            scheduler._shell._orders.append(lambda: 1 / 0)  # type: ignore[arg-type]
             with pytest.raises(offload.SchedulerClosedError, match="an error in the scheduler has"):
                 await scheduler.load(host_pages=[0], device_pages=[0])
     except ZeroDivisionError as error:

@@ -184,3 +184,54 @@ async def test_who_waits_for_pages_of_a_broken_scheduler_hears_that_it_is_done()
         patch.setattr(machine.Machine, "_leave", lambda *_: None)
         with pytest.raises(ZeroDivisionError):
             await body()
+
+
+@on_both
+async def test_a_submit_does_not_do_what_threads_have_posted() -> None:
+    """However much was posted while the loop was busy, it costs the next submit on the loop nothing."""
+    hooks = Hooks()
+    gate = hooks.gate()
+    async with threads_scheduler(driver=ThreadsDriver(hooks=hooks)) as (scheduler, *_):
+        loads = [await scheduler.load(host_pages=[0], device_pages=[0]) for _ in range(50)]
+        await loads[0].issued()
+
+        def cancel() -> None:
+            for load in loads[1:]:
+                load.cancel()
+
+        thread = threading.Thread(target=cancel)
+        thread.start()
+        thread.join()  # and the loop with it
+        posted = len(scheduler._shell._inbox)
+        assert posted >= 49
+        loads.append(await scheduler.load(host_pages=[1], device_pages=[1]))
+        loads[-1].cancel()
+        assert len(scheduler._shell._inbox) == posted
+        gate.open()
+        await loads[0]
+        await scheduler.idle(device_pages=[0])
+        assert [state(load) for load in loads[1:]] == ["cancelled"] * 50
+
+
+@on_both
+async def test_what_is_submitted_comes_after_the_layers_that_threads_have_written() -> None:
+    """A thread has said that layers are written, and the loop was busy: a load into their pages follows the backup."""
+    async with threads_scheduler() as (scheduler, device, host):
+        before, new = contents(device, [0]), contents(host, [3])
+        backup = await scheduler.backup(device_pages=[0], host_pages=[5], streaming=True)
+        for _ in range(50):  # posts that nobody needs to wait for
+            scheduler._shell.post(lambda: None)
+
+        def forward() -> None:
+            for layer in range(4):
+                backup.layer_written(layer)
+
+        thread = threading.Thread(target=forward)
+        thread.start()
+        thread.join()
+        load = scheduler.load_nowait(host_pages=[3], device_pages=[0])
+        assert len(scheduler._shell._inbox) == 50
+        await load
+        await backup
+        assert contents(host, [5]) == before
+        assert contents(device, [0]) == new
