@@ -50,6 +50,20 @@ def test_a_layer_that_lands_lets_many_go_on_in_turn() -> None:
     rig.finish()
 
 
+def test_a_flush_is_worth_a_try_while_somebody_has_not_heard() -> None:
+    """Also where nobody who hears can go on: it is over with the last who has heard."""
+    rig = Rig()
+    rig.backup([0], [5])
+    rig.do(Flush())
+    rig.backup([1], [6], blockers=1)
+    for n in range(FEW + 1):
+        rig.load([5, 6], [2 * n + 2, 2 * n + 3])
+    rig.do(Landed(1, 1))
+    assert (rig.machine.waiting(), rig.machine.flushable()) == (True, True)
+    assert rig.do(Flush()) == []
+    assert (rig.machine.waiting(), rig.machine.flushable()) == (False, False)
+
+
 @pytest.mark.parametrize("how", ["done", "cancelled", "failed"])
 def test_one_that_leaves_lets_many_go_on_in_turn(how: str) -> None:
     """However it ends: who relied on what it did not write fails, and the others go, all in order."""

@@ -204,6 +204,18 @@ def test_a_flush_of_nothing_is_nothing() -> None:
     assert rig.do(Flush()) == []
 
 
+@pytest.mark.parametrize("direction", Direction)
+def test_a_flush_is_worth_a_try_while_something_is_queued(direction: Direction) -> None:
+    """Whatever the direction: from the submit to the flush, and not while nothing is there or all is in the air."""
+    rig = Rig()
+    seen = [rig.machine.waiting()]
+    rig.submit(rig.request(direction, [0], [0]))
+    seen.append(rig.machine.waiting())
+    rig.do(Flush())
+    seen.append(rig.machine.waiting())
+    assert seen == [False, True, False]
+
+
 def test_requests_of_one_turn_are_one_batch() -> None:
     """Requests of one direction and route that follow nobody are issued together, in order of submission."""
     rig = Rig()
@@ -1419,6 +1431,7 @@ def test_those_who_leave_in_a_chain_leave_a_few_at_a_time(monkeypatch: pytest.Mo
     rig.do(Cancel(late))
     assert rig.unlocked == chain[:2]
     while rig.machine.flushable():
+        assert rig.machine.waiting()
         before = len(rig.unlocked)
         rig.do(Flush())
         assert len(rig.unlocked) <= before + 2

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from offload.core import hazards
+from offload.core import hazards, page_ids
 from offload.core.batch import Limits
 from offload.core.budget import Budget
 from offload.core.hazards import HazardTable
@@ -71,10 +71,17 @@ SIDES: dict[str, PagesLike] = {
 }
 
 
+@pytest.mark.parametrize("few", [-1, page_ids._FEW])
 @pytest.mark.parametrize("one", SIDES)
 @pytest.mark.parametrize("other", SIDES)
-def test_a_pair_is_what_both_sides_are_alone(one: str, other: str) -> None:
-    """Where both sides are taken in one step, each is what it would have been alone; else that step refuses."""
+def test_a_pair_is_what_both_sides_are_alone(
+    one: str, other: str, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where both sides are taken in one step, each is what it would have been alone; else that step refuses.
+
+    With plain integers, and as an array.
+    """
+    monkeypatch.setattr(page_ids, "_FEW", few)
     bounds = np.array([[PAGES], [PAGES]], np.uint64)
     pair = as_pair(SIDES[one], SIDES[other], bounds)
     if pair is None:
@@ -86,9 +93,13 @@ def test_a_pair_is_what_both_sides_are_alone(one: str, other: str) -> None:
     assert len(pair[0]) == len(pair[1])
 
 
+@pytest.mark.parametrize("few", [-1, page_ids._FEW])
 @pytest.mark.parametrize("kind", ["list", "array"])
-def test_plain_pages_are_taken_in_one_step(kind: str) -> None:
+def test_plain_pages_are_taken_in_one_step(
+    kind: str, few: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The step is taken for what callers pass: lists of integers and int64 arrays; and makes copies."""
+    monkeypatch.setattr(page_ids, "_FEW", few)
     side = SIDES[kind]
     pair = as_pair(side, side, np.array([[3], [PAGES]], np.uint64))
     assert pair is not None
