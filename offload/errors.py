@@ -5,7 +5,7 @@ A text says what was asked, why it cannot be, and what works instead.
 
 from __future__ import annotations
 
-from offload.errors_asked import GeometryError, RequestError
+from offload.errors_asked import GeometryError, NotATrace, RequestError
 from offload.errors_base import OffloadError, counted, one_of, shown, sized, told
 from offload.errors_outcomes import (
     CudaError,
@@ -23,6 +23,7 @@ __all__ = [
     "CudaError",
     "GeometryError",
     "InvalidTransitionError",
+    "NotATrace",
     "OffloadError",
     "OutOfMemoryError",
     "OutOfPagesError",

@@ -99,3 +99,7 @@ class RequestError(OffloadError, ValueError):
             f"host_pages has {host_pages} pages and device_pages has {device_pages}. "
             "Page i of one goes to page i of the other, so both need the same number."
         )
+
+
+class NotATrace(OffloadError, ValueError):
+    """A file that is no trace, or holds no lanes of ours."""

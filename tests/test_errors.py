@@ -13,6 +13,7 @@ from offload.errors import (
     CudaError,
     GeometryError,
     InvalidTransitionError,
+    NotATrace,
     OffloadError,
     OutOfMemoryError,
     OutOfPagesError,
@@ -216,6 +217,7 @@ GOLDEN: dict[str, tuple[OffloadError, str]] = {
         CudaError("cuMemHostRegister", 712, "part of it is registered already"),
         "cuMemHostRegister returned CUDA error 712 (part of it is registered already)",
     ),
+    "no trace": (NotATrace("a.json is not a trace"), "a.json is not a trace"),
     "transition": (
         InvalidTransitionError(event="Landed", state="queued", story=("submitted", "cancelled")),
         (
@@ -259,7 +261,7 @@ def test_classes_are_at_home_in_one_place() -> None:
 
 def test_ancestry() -> None:
     """Faults of the caller are ValueErrors; a cancelled transfer is a failed one."""
-    faults = {UnsupportedPairError, UnknownNameError, GeometryError, RequestError}
+    faults = {UnsupportedPairError, UnknownNameError, GeometryError, RequestError, NotATrace}
     assert all(issubclass(each, ValueError) for each in faults)
     others = {OutOfPagesError, SchedulerClosedError, TransferFailed, InvalidTransitionError}
     assert not any(issubclass(each, ValueError) for each in others)

@@ -15,7 +15,8 @@ from typing import Any, Final
 
 import attrs
 
-from offload.trace.read import NotATrace, load, ns
+from offload.errors import NotATrace
+from offload.trace.read import load, ns
 from offload.trace.report import union
 
 Event = Mapping[str, Any]

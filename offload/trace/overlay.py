@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from offload.errors import RequestError
+from offload.errors import NotATrace, RequestError
 from offload.trace import events
-from offload.trace.read import NotATrace, load, ranks_of, told
+from offload.trace.read import load, ranks_of, told
 from offload.trace.timeline import Timeline
 from offload.trace.write import write
 

@@ -8,17 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from offload.errors import OffloadError
+from offload.errors import NotATrace
 from offload.trace import lanes
 from offload.trace import records as r
 from offload.trace.clock import Anchor
 from offload.trace.events import DERIVED_COUNTERS, FIRST_PID, MAX_RANKS
 from offload.trace.records import Copy, Counter, Instant, Layer, Plan, Request, Step, Tick, Wait
 from offload.trace.timeline import Timeline
-
-
-class NotATrace(OffloadError, ValueError):
-    """A file that is no trace, or holds no lanes of ours."""
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
+from offload.errors import NotATrace
 from offload.trace import Tracer, write
 from offload.trace.check import check
-from offload.trace.read import NotATrace, load, ns, timeline
+from offload.trace.read import load, ns, timeline
 from tests.trace.story import START, US, Story, story_tracer, wild
 
 MS = 1_000_000
