@@ -54,7 +54,7 @@ class Limits:
     """Bytes merged into one batch. At 50 GB/s that is 5 ms of a link: long enough to fill it while the
     loop is busy elsewhere, short enough that the next batch is planned on fresh priorities."""
 
-    max_batch_ops: int | None = 65_536
+    max_batch_pages: int | None = 65_536
     """Pages merged into one batch: planning that many costs about 1 ms of the stream's own thread."""
 
     max_batch_requests: int | None = 1024
@@ -247,11 +247,11 @@ class Queue:
         key = self._most_urgent() if self.heaps else None
         return None if key is None else self._pieces[self.heaps[key][0][1]]
 
-    def take(self, nbytes: int, ops: int, requests: int | None) -> list[Piece]:
+    def take(self, nbytes: int, num_pages: int, requests: int | None) -> list[Piece]:
         """Pop the most urgent piece and those that may share its batch.
 
         Args:
-            nbytes, ops, requests: Budgets. One piece goes even if it is over them; None is unbounded.
+            nbytes, num_pages, requests: Budgets. One piece goes even if it is over them; None is unbounded.
         """
         taken: list[Piece] = []
         key, pieces = self._most_urgent(), self._pieces
@@ -266,8 +266,8 @@ class Queue:
             else:
                 request = piece.request
                 nbytes -= request.nbytes if piece.parent is None else share(piece)
-                ops -= request.num_pages
-                if taken and (nbytes < 0 or ops < 0 or len(taken) == requests):
+                num_pages -= request.num_pages
+                if taken and (nbytes < 0 or num_pages < 0 or len(taken) == requests):
                     return taken
                 taken.append(piece)
                 del pieces[number]

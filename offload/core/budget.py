@@ -52,16 +52,16 @@ class Budget:
         return most is None or self.inflight_requests < most
 
     def of_batch(self) -> tuple[int, int, int | None]:
-        """Return the bytes, ops and requests of one batch: its own budget, and what may still be in flight."""
+        """Return the bytes, pages and requests of one batch: its own budget, and what may still be in flight."""
         limits = self.limits
-        nbytes, ops = limits.max_batch_bytes or UNBOUNDED, limits.max_batch_ops or UNBOUNDED
+        nbytes, pages = limits.max_batch_bytes or UNBOUNDED, limits.max_batch_pages or UNBOUNDED
         if limits.max_inflight_bytes is not None:
             nbytes = min(nbytes, max(1, limits.max_inflight_bytes - self.inflight_bytes))
         most = limits.max_batch_requests
         if limits.max_inflight_requests is not None:
             room = limits.max_inflight_requests - self.inflight_requests
             most = room if most is None else min(most, room)
-        return nbytes, ops, most
+        return nbytes, pages, most
 
     def issue(self, batch: Batch) -> None:
         """Count a batch that went up."""
