@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import attrs
 
@@ -31,35 +31,59 @@ LOOK_S = 0.5
 """How often a thread that waits looks whether the loop still exists."""
 
 
+Waiter: TypeAlias = tuple[Callable[[], bool], bool, SimpleQueue[None]]
+"""Whether a ring is news for a thread, whether issues are, and where it sleeps."""
+
+
+def _always() -> bool:
+    return True
+
+
 @attrs.define(eq=False)
 class Bell:
     """Wakes threads that wait for progress. One per scheduler.
 
     A waiter enters itself before it looks, and progress is written before waiters are looked up; so either the
-    waiter sees the progress or who rings sees the waiter. Who rings asks for each whether it has what it waits
-    for: a thread that is woken for nothing costs a switch there and back, on a core that a forward needs.
+    waiter sees the progress or who rings sees the waiter. Who rings asks for each whether that is news: a thread
+    that is woken for nothing costs a switch there and back, on a core that a forward needs.
     """
 
-    waiting: list[tuple[Callable[[], bool], SimpleQueue[None]]] = attrs.field(factory=list)
-    """What each waits for, and where it sleeps."""
+    waiting: list[Waiter] = attrs.field(factory=list)
 
     def ring(self) -> None:
-        """Wake the threads that have what they wait for. Any thread."""
-        for reached, bed in self.waiting.copy():
-            if reached():
+        """Wake the threads for which it is news that something landed, broke or ended. Any thread."""
+        for news, _, bed in self.waiting.copy():
+            if news():
                 bed.put(None)
 
+    def ring_issued(self) -> None:
+        """Wake those for which it is news that something was issued. Any thread."""
+        for news, issue, bed in self.waiting.copy():
+            if issue and news():
+                bed.put(None)
+
+    def alarm(self) -> None:
+        """Wake all: nothing that they wait for will come. Any thread."""
+        for *_, bed in self.waiting.copy():
+            bed.put(None)
+
     def wait(
-        self, reached: Callable[[], bool], timeout: float | None, *, quick: bool = True
+        self,
+        reached: Callable[[], bool],
+        timeout: float | None,
+        *,
+        news: Callable[[], bool] = _always,
+        issue: bool = False,
     ) -> bool:
         """Block this thread until `reached()`; return whether it was.
 
         Args:
-            quick: Whether `reached` is a few reads, so that threads that ring may ask it. Else each ring wakes
-                this thread.
+            news: Whether a ring concerns this thread. Asked by threads that ring, so a few reads.
+            issue: Whether issues do too.
         """
         end = None if timeout is None else time.monotonic() + timeout
-        waiter = (reached if quick else _always, SimpleQueue[None]())
+        bed = SimpleQueue[None]()
+        waiter = (news, issue, bed)
         self.waiting.append(waiter)
         try:
             while not reached():
@@ -68,14 +92,10 @@ class Bell:
                     return False
                 # A loop that is closed rings no bell: who waits looks for that himself.
                 with suppress(Empty):
-                    waiter[1].get(timeout=LOOK_S if left is None else min(left, LOOK_S))
+                    bed.get(timeout=LOOK_S if left is None else min(left, LOOK_S))
             return True
         finally:
             self.waiting.remove(waiter)
-
-
-def _always() -> bool:
-    return True
 
 
 @attrs.define(eq=False, repr=False)
@@ -201,7 +221,7 @@ class Flight:
                 self.events[each] = event
         self.issued_layers = layer + 1
         if self.bell.waiting:
-            self.bell.ring()
+            self.bell.ring_issued()
         if self.issue_watched:
             self.report(self)
 

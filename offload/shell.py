@@ -306,7 +306,7 @@ class Shell:
             raise
         if not posted:
             self._dead = True
-            self.bell.ring()
+            self.bell.alarm()
         return posted
 
     def _turn(self) -> None:
@@ -452,5 +452,5 @@ class Shell:
             for each in (ride, *(ride.joined or ())):
                 settle(self, each, State.FAILED, error)
             ride.wake()  # it may have settled before, and wait for its pages
-        self.bell.ring()
+        self.bell.alarm()
         self.notify()

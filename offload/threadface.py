@@ -169,7 +169,7 @@ class ThreadFace:
         def idle() -> bool:
             return shell.over or not shell.busy(places)
 
-        if not shell.bell.wait(idle, timeout, quick=False):
+        if not shell.bell.wait(idle, timeout):
             raise TimeoutError(f"pages are still busy after {timeout} s")
         if shell.busy(places):
             raise shell.closed_error("wait for idle pages") from shell.stuck

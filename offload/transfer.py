@@ -136,7 +136,7 @@ class Transfer:
         ride, index = self._ride, 0 if layer is None else self._index(layer)
         if layer is not None:
             ride.follow_layers()
-        waits.block(ride, lambda: ride.issued(index), f"layer {index} to be issued", timeout)
+        waits.for_issue(ride, index, timeout)
 
     def wait_source_reusable(self, timeout: float | None = None) -> None:
         """Block this thread until no copy of it can read its source pages any more."""

@@ -47,8 +47,12 @@ def block(
     timeout: float | None,
     *,
     whatever: bool = False,
+    issue: bool = False,
 ) -> None:
     """Block this thread until `reached()`; raise when it is over before, unless `whatever`.
+
+    Args:
+        issue: Whether a layer that is issued may bring that about; else only one that lands.
 
     Raises:
         TransferFailed: It failed or was cancelled, or its loop or its device are gone.
@@ -64,10 +68,13 @@ def block(
     check_timeout(timeout)
     refuse_waiting(ride)
 
-    def arrived() -> bool:
-        return reached() or (not whatever and ride.over()) or shell.over
+    def news() -> bool:
+        return reached() or (not whatever and ride.over())
 
-    if not shell.bell.wait(arrived, timeout):
+    def arrived() -> bool:
+        return news() or shell.over
+
+    if not shell.bell.wait(arrived, timeout, news=news, issue=issue):
         raise TimeoutError(f"{ride!r}: {timeout} s passed while waiting for {what}")
     if not reached():
         ride.raise_if_over()
@@ -82,6 +89,12 @@ def for_layer(ride: Ride, layer: int, timeout: float | None = None) -> int:
     start = ride.shell.driver.now_ns()
     block(ride, lambda: ride.landed(layer), f"layer {layer} to land", timeout)
     return start
+
+
+def for_issue(ride: Ride, layer: int, timeout: float | None = None) -> None:
+    """Block this thread until a layer is on its stream."""
+    what = f"layer {layer} to be issued"
+    block(ride, lambda: ride.issued(layer), what, timeout, issue=True)
 
 
 def fence(ride: Ride, layer: int, timeout: float | None = None) -> int:
@@ -104,7 +117,7 @@ def fence(ride: Ride, layer: int, timeout: float | None = None) -> int:
         )
     ride.follow_layers()
     while not ride.landed(layer):
-        block(ride, lambda: ride.issued(layer), f"layer {layer} to be issued", timeout)
+        for_issue(ride, layer, timeout)
         flight = ride.flight_of(layer)
         event = None if flight is None else flight.fence(ride.request.id, layer)
         if event is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -52,30 +53,45 @@ async def test_a_flight_that_breaks_tells_of_its_error_and_of_its_end(
 class Asleep:
     """A thread that waits at a bell for a number of layers."""
 
-    def __init__(self, bell: Bell, landed: Callable[[], bool], *, quick: bool = True) -> None:
+    def __init__(
+        self,
+        bell: Bell,
+        landed: Callable[[], bool],
+        news: Callable[[], bool],
+        *,
+        issue: bool = False,
+    ) -> None:
         self.looked: list[bool] = []
         """Each look of its own at what it waits for."""
         self.looks = threading.Semaphore(0)
         self._landed = landed
         self.thread = threading.Thread(
-            target=lambda: bell.wait(self._look, timeout=30.0, quick=quick)
+            target=lambda: bell.wait(self._look, timeout=30.0, news=news, issue=issue)
         )
         self.thread.start()
         self.looks.acquire()
 
     def _look(self) -> bool:
         found = self._landed()
-        if threading.current_thread() is self.thread:
-            self.looked.append(found)
-            self.looks.release()
+        self.looked.append(found)
+        self.looks.release()
         return found
 
 
-def test_a_bell_wakes_nobody_who_has_to_go_on_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of eight threads that wait for one layer each, a landing wakes the one whose layer it is."""
+@pytest.fixture
+def bell(monkeypatch: pytest.MonkeyPatch) -> Bell:
+    """Return a bell at which nobody looks by himself."""
     monkeypatch.setattr("offload.flight.LOOK_S", 30.0)
-    bell, landed = Bell(), set[int]()
-    asleep = [Asleep(bell, lambda layer=layer: layer in landed) for layer in range(8)]  # type: ignore[misc]
+    return Bell()
+
+
+def test_a_bell_wakes_nobody_who_has_to_go_on_waiting(bell: Bell) -> None:
+    """Of eight threads that wait for one layer each, a landing wakes the one whose layer it is."""
+    landed = set[int]()
+    asleep = []
+    for layer in range(8):
+        here = partial(landed.__contains__, layer)
+        asleep.append(Asleep(bell, here, here))
     for layer, each in enumerate(asleep):
         landed.add(layer)
         bell.ring()
@@ -84,14 +100,30 @@ def test_a_bell_wakes_nobody_who_has_to_go_on_waiting(monkeypatch: pytest.Monkey
     assert not bell.waiting
 
 
-def test_a_bell_wakes_whoever_looks_for_long_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it waits for is asked on its own thread alone."""
-    monkeypatch.setattr("offload.flight.LOOK_S", 30.0)
-    bell, landed = Bell(), set[int]()
-    asleep = Asleep(bell, lambda: 1 in landed, quick=False)
-    bell.ring()
+@pytest.mark.parametrize("issue", [True, False])
+def test_an_issue_wakes_those_who_wait_for_one(bell: Bell, issue: bool) -> None:
+    """Others hear when something has landed."""
+    done = threading.Event()
+    asleep = Asleep(bell, done.is_set, done.is_set, issue=issue)
+    done.set()
+    bell.ring_issued()
+    if not issue:
+        assert asleep.looked == [False]
+        bell.ring()
+    asleep.thread.join()
+    assert asleep.looked == [False, True]
+
+
+@pytest.mark.parametrize("ring", [Bell.ring, Bell.alarm])
+def test_whoever_cannot_say_what_is_news_is_woken_each_time(
+    bell: Bell, ring: Callable[[Bell], None]
+) -> None:
+    """So is everybody by an alarm."""
+    done = threading.Event()
+    asleep = Asleep(bell, done.is_set, lambda: ring is Bell.ring)
+    ring(bell)
     asleep.looks.acquire()
-    landed.add(1)
-    bell.ring()
+    done.set()
+    ring(bell)
     asleep.thread.join()
     assert asleep.looked == [False, False, True]
