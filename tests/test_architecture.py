@@ -58,6 +58,7 @@ SCHEDULER: set[str] = {
         "blocking",
         "shell",
         "hands",
+        "hands",
         "admission",
         "ride",
         "waits",
