@@ -34,8 +34,9 @@ SMALL = offload.PoolSpec.mha(
 LARGE = offload.PoolSpec.mha(
     num_layers=LAYERS, page_size=16, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16
 )
-LINKS = {"": 2.5e8, "short_": 2e9}
-"""Bytes a second, each way: a layer of one forward, 256 KiB, takes 1 ms; or 131 us."""
+LENGTHS = {"": (2.5e8, 8), "short_": (2e9, 1)}
+"""Bytes a second, each way, and matrix products of a layer: 256 KiB take 1 ms, or 131 us. A product has so few rows
+that its matrices stay in the core's own cache: forwards compete for the core, not for memory."""
 
 
 def pools(spec: offload.PoolSpec) -> tuple[offload.DevicePool, offload.HostPool]:
@@ -92,10 +93,11 @@ async def simulate(compute_s: float, load_s: float, backup_s: float, same: bool 
 
 
 class Forwards:
-    """Eight forwards in eight threads, on a device of one core: each layer a matrix product."""
+    """Eight forwards in eight threads, on a device of one core: each layer so many matrix products."""
 
-    def __init__(self, rows: int, core: int) -> None:
+    def __init__(self, rows: int, products: int, core: int) -> None:
         self.rows = rows
+        self._products = products
         self._core = core
         self._device = threading.Lock()
         self._weight = torch.eye(256)
@@ -110,7 +112,8 @@ class Forwards:
             if load is not None:
                 load.wait_layer(layer)
             with self._device:
-                torch.mm(self._hidden, self._weight, out=self._out)
+                for _ in range(self._products):
+                    torch.mm(self._hidden, self._weight, out=self._out)
             if backup is not None:
                 backup.layer_written(layer)
 
@@ -122,7 +125,9 @@ async def timed(run: Callable[[], Awaitable[object]]) -> float:
     return time.perf_counter() - start
 
 
-async def on_threads(link: float, cores: list[int], repeats: int) -> dict[str, float]:
+async def on_threads(
+    link: float, products: int, cores: list[int], repeats: int
+) -> dict[str, float]:
     """Return the seconds of compute, loads and backups alone, and of all at once; the best of each."""
     device, host = pools(LARGE)
     driver = ThreadsDriver(link, cpus=cores[-1:])
@@ -152,11 +157,12 @@ async def on_threads(link: float, cores: list[int], repeats: int) -> dict[str, f
                 for number in range(FORWARDS):
                     group.start_soon(one, number)
 
-        models = Forwards(256, cores[0])
+        models = Forwards(128, products, cores[0])
         link_s = FORWARDS * PAGES * LARGE.page_bytes / link
         for _ in range(3):
             alone_s = min([await timed(compute) for _ in range(5)])
-            models = Forwards(max(1, round(models.rows * 1.2 * link_s / alone_s)), cores[0])
+            rows = max(1, round(models.rows * 1.2 * link_s / alone_s))
+            models = Forwards(rows, products, cores[0])
         runs: dict[str, Callable[[], Awaitable[object]]] = {
             "compute": compute,
             "load": lambda: one_way("load"),
@@ -183,8 +189,8 @@ def main() -> None:
     }
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cores[-1:])
-    for layers, link in LINKS.items():
-        took = anyio.run(on_threads, link, cores, 2 if given.quick else 10)
+    for layers, length in LENGTHS.items():
+        took = anyio.run(on_threads, *length, cores, 2 if given.quick else 10)
         figures |= {f"{layers}{name}_ms": seconds * 1e3 for name, seconds in took.items()}
         bound = max(took["compute"], took["load"], took["backup"])
         figures[f"threads_{layers}ratio"] = took["together"] / bound
