@@ -271,6 +271,8 @@ def _layer(layer: int, loads: Sequence[Copy], waits: Sequence[Wait]) -> LayerRep
 
 
 def _stall_line(report: Report) -> str:
+    if not report.forward_ns:
+        return "  no forward was recorded: layerwise.attach(...) records them"
     ms = f"{report.stall_ns / 1e6:10.3f} ms"
     return f"  stalled waiting for loads {ms}  {report.stall_ratio:8.1%} of forward"
 

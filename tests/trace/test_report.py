@@ -112,6 +112,7 @@ def test_nothing_recorded_is_zeros() -> None:
     report = Tracer().report()
     assert (report.stall_ratio, report.load.gbps, report.coalescing, report.layers) == (0, 0, 0, ())
     assert "0 steps" in str(report)
+    assert "no forward was recorded" in str(report)
 
 
 def test_text() -> None:
