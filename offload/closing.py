@@ -18,15 +18,13 @@ from offload import acts
 from offload.core.batch import Piece
 from offload.core.events import Cancel
 from offload.errors import RequestError
+from offload.vacancy import POSTS
 
 if TYPE_CHECKING:
     from offload.shell import Shell
 
 _CHUNK = 256
 """Requests cancelled per turn while closing: about 3 ms of the loop."""
-
-POSTS = 1024
-"""Posts of other threads that a caller's frame takes, and one turn of closing: about 10 ms."""
 
 
 @attrs.define(eq=False)

@@ -111,5 +111,8 @@ def _unlock(shell: Shell, piece: Piece) -> None:
     ride.release()
     if shell.bell.waiting:
         shell.bell.ring()
+    if shell.vacancies:
+        shell.vacancies.vacate(piece.id)
+        shell.ask_here()
     if shell.changed:
         shell.notify()

@@ -17,7 +17,7 @@ from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 
 from offload import acts
 from offload.admission import admit, submit_nowait
-from offload.closing import POSTS, Closing, check_deadline
+from offload.closing import Closing, check_deadline
 from offload.core.kinds import Direction
 from offload.core.page_ids import PagesLike
 from offload.counters import Counters
@@ -29,6 +29,7 @@ from offload.statistics import Statistics
 from offload.submit import After, checked
 from offload.threadface import ThreadFace
 from offload.transfer import Transfer
+from offload.vacancy import POSTS, until_idle
 
 
 @attrs.define(eq=False, repr=False)
@@ -278,14 +279,7 @@ class Scheduler:
         shell.home.check("idle", "scheduler.from_thread.wait_idle")
         await checkpoint()
         places = shell.places(device_pages, host_pages, members)
-        while not shell.take_inbox(POSTS):
-            await checkpoint()
-        while shell.busy(places):
-            if shell.stuck is not None:
-                raise shell.closed_error("wait for idle pages") from shell.stuck
-            acts.refuse_waiting_for(shell, places)
-            await shell.change()
-            shell.take_inbox(POSTS)
+        await until_idle(shell, places)
 
     @property
     def counters(self) -> Counters:

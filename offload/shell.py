@@ -53,6 +53,7 @@ from offload.tenancy import Tenancy
 from offload.timer import Timer
 from offload.trace import Tracer
 from offload.trace.pools import PoolUse
+from offload.vacancy import ANYBODY, Vacancies
 
 _FLUSH = Flush()
 
@@ -114,6 +115,7 @@ class Shell:
 
     _turn_due: bool = False
     changed: list[anyio.Event] = attrs.field(factory=list)
+    vacancies: Vacancies = attrs.field(factory=Vacancies)
 
     def __attrs_post_init__(self) -> None:
         tables = tuple(
@@ -325,6 +327,8 @@ class Shell:
             if self.machine.waiting() and self.stuck is None:
                 self.handle(_FLUSH)
                 more = more or (self.machine.waiting() and self.machine.flushable())
+            if self.vacancies:
+                more = self.vacancies.wake(_PER_TURN) or more
             if more or self._arrivals:
                 self.ask_here()
             if self.line.parked:
@@ -374,6 +378,8 @@ class Shell:
             self.handle(Ended(batch.id, landed, flight.untouched))
             del self.flights[batch.id]
             flight.rides.clear()  # they refer to it too
+            if self.vacancies:
+                self.vacancies.vacate(ANYBODY)
             if self.changed:
                 self.notify()
 
@@ -453,4 +459,5 @@ class Shell:
                 settle(self, each, State.FAILED, error)
             ride.wake()  # it may have settled before, and wait for its pages
         self.bell.alarm()
+        self.vacancies.wake_all()
         self.notify()

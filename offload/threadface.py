@@ -17,6 +17,7 @@ from offload.group import PagePair
 from offload.statistics import Statistics
 from offload.submit import After, checked
 from offload.transfer import Transfer
+from offload.vacancy import block_until_idle
 from offload.waits import check_timeout
 
 if TYPE_CHECKING:
@@ -162,17 +163,7 @@ class ThreadFace:
         shell.check_may_block("wait for idle pages")
         check_timeout(timeout)
         places = shell.places(device_pages, host_pages, members)
-        # Everything this thread posted comes first; afterwards the tables alone know.
-        if call(shell, lambda: shell.busy(places)):
-            acts.refuse_waiting_for(shell, places)
-
-        def idle() -> bool:
-            return shell.over or not shell.busy(places)
-
-        if not shell.bell.wait(idle, timeout):
-            raise TimeoutError(f"pages are still busy after {timeout} s")
-        if shell.busy(places):
-            raise shell.closed_error("wait for idle pages") from shell.stuck
+        block_until_idle(shell, places, timeout)
 
     @property
     def counters(self) -> Counters:

@@ -66,6 +66,7 @@ SCHEDULER: set[str] = {
         "ledger",
         "tenancy",
         "closing",
+        "vacancy",
     ),
 }
 """Pieces of the scheduler: they may import any inner room and each other."""

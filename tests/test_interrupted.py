@@ -19,8 +19,9 @@ from anyio.lowlevel import checkpoint
 
 import offload
 from offload import closing
+from offload.driver.loops import running_on_asyncio
 from offload.testing import Gate, Hooks, SimDriver, ThreadsDriver
-from tests.sched import LOOPS, check_left, on_loops, pools, state
+from tests.sched import LOOPS, PAGE_BYTES, check_left, on_loops, pools, state
 
 MOST = 12
 """More suspensions than closing has here."""
@@ -211,6 +212,101 @@ def test_what_interrupts_the_end_of_a_blocking_block_is_not_a_note() -> None:
     assert isinstance(raised.value.__context__, OSError)
     scheduler.close()
     assert set(threading.enumerate()) - before == set()
+
+
+# Cancelled where it suspends ----------------------------------------------------------------------------
+
+FAR = 34
+"""Places to cancel at: as many as `walk` has on the simulator."""
+
+
+@coroutine
+def cancelled_at(
+    work: Coroutine[Any, Any, object], nth: int, cancel: Callable[[], object]
+) -> Generator[Any, Any, int]:
+    """Run a coroutine, and have it cancelled where it suspends for the nth time; return how often it did."""
+    suspended, answer = 0, None
+    thrown: BaseException | None = None
+    steps = work.__await__()
+    while True:
+        try:
+            asked = steps.send(answer) if thrown is None else steps.throw(thrown)
+        except StopIteration:
+            return suspended
+        if suspended == nth:
+            cancel()
+        suspended += 1
+        answer = thrown = None
+        try:
+            answer = yield asked
+        except BaseException as error:  # noqa: BLE001 - the loop's, for the work
+            thrown = error
+
+
+async def walk(device: offload.DevicePool, host: offload.HostPool, driver: Any) -> None:
+    """Wait for everything that can be waited for, from the opening of a scheduler to its end."""
+    limits = offload.Limits(max_queued_bytes=PAGE_BYTES, max_inflight_requests=1)
+    async with offload.open_scheduler(device, host, driver=driver, limits=limits) as scheduler:
+        first = await scheduler.load(host_pages=[0], device_pages=[0])
+        await first.layer(1)
+        loads = [await scheduler.load(host_pages=[n], device_pages=[0]) for n in range(1, 4)]
+        await loads[0].issued(2)
+        backup = await scheduler.backup(
+            device_pages=[0], host_pages=[5], deadline=60.0 + scheduler.now()
+        )
+        await backup
+        await loads[2].source_reusable()
+        stream = await scheduler.backup(device_pages=[1], host_pages=[6], streaming=True)
+        for layer in range(4):
+            stream.layer_written(layer)
+        await scheduler.idle(host_pages=[6])
+        await scheduler.load(host_pages=[7], device_pages=[7])
+        await scheduler.aclose(drain=True)
+
+
+@pytest.mark.parametrize("nth", range(FAR))
+@pytest.mark.parametrize("driver", DRIVERS)
+@pytest.mark.parametrize("native", [False, True])
+@on_loops(*LOOPS)
+async def test_cancelled_at_any_wait_everything_is_left_as_it_should_be(
+    driver: str, nth: int, native: bool
+) -> None:
+    """Cancelled wherever it suspends, by its scope or by asyncio's own `cancel`, a task leaves nothing behind."""
+    device, host = pools()
+    made = DRIVERS[driver](Hooks())
+    before = set(threading.enumerate())
+    cancel: Callable[[], object]
+
+    async def pump() -> None:
+        while True:
+            if isinstance(made, SimDriver):
+                await made.run_until_idle()
+            await checkpoint()
+
+    async def work() -> None:
+        nonlocal cancel
+        with anyio.CancelScope() as scope:
+            cancel = scope.cancel
+            task = asyncio.current_task() if native and running_on_asyncio() else None
+            if task is not None:
+                cancel = task.cancel
+            with contextlib.suppress(asyncio.CancelledError) if task else contextlib.nullcontext():
+                await cancelled_at(walk(device, host, made), nth, cancel)
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(pump)
+        if native and running_on_asyncio():
+            await asyncio.ensure_future(work())
+        else:
+            await work()
+        group.cancel_scope.cancel()
+    for pool in (device, host):
+        assert not pool.pages.table.held()
+        assert pool.pages.table.owner is None
+    left = [each for each in set(threading.enumerate()) - before if each.name.startswith("offload")]
+    assert left == []
+    async with offload.open_scheduler(device, host) as scheduler:
+        await (await scheduler.load(host_pages=[0], device_pages=[0]))
 
 
 class Alarm(BaseException):
