@@ -8,10 +8,18 @@ import anyio
 import pytest
 
 import offload
-from offload import acts, closing, shell, timer
+from offload import acts, closing, parking, shell, timer
 from offload.core import machine
 from offload.testing import Hooks, SimDriver, ThreadsDriver
-from tests.sched import contents, on_both, pools, sim_scheduler, state, threads_scheduler
+from tests.sched import (
+    PAGE_BYTES,
+    contents,
+    on_both,
+    pools,
+    sim_scheduler,
+    state,
+    threads_scheduler,
+)
 
 
 @on_both
@@ -235,3 +243,43 @@ async def test_what_is_submitted_comes_after_the_layers_that_threads_have_writte
         await backup
         assert contents(host, [5]) == before
         assert contents(device, [0]) == new
+
+
+@on_both
+async def test_those_in_line_hear_of_the_close_some_at_a_time() -> None:
+    """A close wakes few of those who wait for room; each that leaves wakes another, and all of them hear."""
+    limits = offload.Limits(max_queued_bytes=PAGE_BYTES, max_inflight_requests=1)
+    hooks = Hooks()
+    gate = hooks.gate()
+    driver = ThreadsDriver(hooks=hooks)
+    heard: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parking, "REFUSE_AT_ONCE", 2)
+        async with threads_scheduler(limits=limits, driver=driver) as (scheduler, *_):
+            for _ in range(2):
+                first = await scheduler.load(host_pages=[0], device_pages=[0])
+                await anyio.lowlevel.checkpoint()
+
+            async def wait(page: int) -> None:
+                with pytest.raises(offload.SchedulerClosedError):
+                    await scheduler.load(host_pages=[page], device_pages=[page])
+                heard.append(page)
+
+            def work(page: int) -> None:
+                with pytest.raises(offload.SchedulerClosedError):
+                    scheduler.from_thread.load(host_pages=[page], device_pages=[page])
+                heard.append(page)
+
+            line = scheduler._shell.line
+            async with anyio.create_task_group() as group:
+                for page in range(6):
+                    group.start_soon(wait, page)
+                for page in (6, 7):
+                    group.start_soon(anyio.to_thread.run_sync, work, page)
+                while line.parked < 8:
+                    await anyio.lowlevel.checkpoint()
+                scheduler._shell.stop_intake()
+                assert sum(place.event.is_set() for _, _, place in line._heap) == 2
+            assert sorted(heard) == list(range(8))
+            gate.open()
+            del first
