@@ -134,7 +134,7 @@ async def crowd(figures: dict[str, float], name: str, count: int, *, held: bool)
 async def closing(figures: dict[str, float], count: int) -> None:
     """Close on many queued requests."""
     device, host = pools(count)
-    limits = offload.Limits(max_inflight_requests=1, max_batch_pages=1)
+    limits = offload.Limits(max_inflight_requests=1, max_batch_ops=1)
     async with offload.open_scheduler(device, host, limits=limits) as scheduler:
         transfers = await queue(scheduler, count)
         async with heart(figures, "closing_gap_ms"):

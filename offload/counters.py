@@ -88,7 +88,7 @@ class DirectionCounters:
     """Bytes of requests issued and not yet landed or drained, now."""
     ops: int = attrs.field(default=0, init=False)
     """Copies asked for, before merging and coalescing."""
-    copies: int = attrs.field(default=0, init=False)
+    transfers: int = attrs.field(default=0, init=False)
     """Copies made."""
     transfer_bytes: int = attrs.field(default=0, init=False)
     """Bytes that landed."""
@@ -133,11 +133,11 @@ class DirectionCounters:
             reason = type(failed).__name__
             self.failures[reason] = self.failures.get(reason, 0) + 1
 
-    def moved(self, start_ns: int, end_ns: int, nbytes: int, ops: int, copies: int) -> None:
+    def moved(self, start_ns: int, end_ns: int, nbytes: int, ops: int, transfers: int) -> None:
         """Count one landed layer of a batch. Copies of a direction are told in the order of their end."""
         self.transfer_bytes += nbytes
         self.ops += ops
-        self.copies += copies
+        self.transfers += transfers
         if end_ns > self._busy_until:
             self.busy_ns += end_ns - max(start_ns, self._busy_until)
             self._busy_until = end_ns

@@ -4,7 +4,7 @@ Nothing here runs between scrapes. Names have no colons, units are base units, l
 direction, a device, a rank; never a request. No ratios either, for they cannot be summed over processes:
 
     GB/s          rate(offload_transfer_bytes_total[1m]) / rate(offload_transfer_busy_seconds_total[1m])
-    coalescing    rate(offload_ops_total[1m]) / rate(offload_copies_total[1m])
+    coalescing    rate(offload_ops_total[1m]) / rate(offload_transfers_total[1m])
     stall share   rate(offload_layer_wait_seconds_sum[1m]) / rate(offload_forward_seconds_total[1m])
 
 Needs the extra `prometheus`:
@@ -196,7 +196,7 @@ _COUNTERS: Sequence[tuple[str, str, _Read]] = (
     ("offload_requests", "Requests admitted.", lambda c: c.submitted),
     ("offload_cancelled", "Requests that somebody cancelled.", lambda c: c.cancelled),
     ("offload_ops", "Copies asked for, before merging and coalescing.", lambda c: c.ops),
-    ("offload_copies", "Copies made.", lambda c: c.copies),
+    ("offload_transfers", "Copies made.", lambda c: c.transfers),
     ("offload_transfer_bytes", "Bytes that landed.", lambda c: c.transfer_bytes),
     (
         "offload_transfer_busy_seconds",

@@ -26,7 +26,7 @@ class DirectionStatistics:
     ops: int
     """Copies asked for, one per page, component and layer, before neighbours were joined."""
 
-    copies: int
+    transfers: int
     """Copies made."""
 
     nbytes: int
@@ -44,7 +44,7 @@ class DirectionStatistics:
             cancelled=counters.cancelled,
             failed=sum(counters.failures.values()),
             ops=counters.ops,
-            copies=counters.copies,
+            transfers=counters.transfers,
             nbytes=counters.transfer_bytes,
             busy_s=counters.busy_ns / 1e9,
         )

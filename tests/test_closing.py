@@ -47,7 +47,7 @@ async def test_leaving_cancels_what_is_queued_and_lands_what_is_issued() -> None
 @on_both
 async def test_draining_finishes_what_is_queued() -> None:
     """`aclose(drain=True)` lands everything that was admitted, behind hazards too."""
-    async with sim_scheduler(limits=offload.Limits(max_batch_pages=1)) as bed:
+    async with sim_scheduler(limits=offload.Limits(max_batch_ops=1)) as bed:
         scheduler = bed.scheduler
         before = contents(bed.device, [0])
         transfers = []

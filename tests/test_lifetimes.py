@@ -77,7 +77,7 @@ def test_settled_transfers_leave_no_alarm_behind() -> None:
     anyio.run(body)
 
 
-@pytest.mark.parametrize("limits", [{"max_batch_bytes": None}, {"max_batch_pages": None}])
+@pytest.mark.parametrize("limits", [{"max_batch_bytes": None}, {"max_batch_ops": None}])
 def test_batch_limits_may_be_unbounded(limits: dict[str, None]) -> None:
     """None is unbounded for every limit."""
     with offload.start_scheduler(*pools(), limits=offload.Limits(**limits)) as scheduler:

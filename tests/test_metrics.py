@@ -84,7 +84,7 @@ def test_units_and_names(counted: Counted, registry: CollectorRegistry) -> None:
     assert found[at("offload_transfer_bytes_total", direction="load")] == 1 << 20
     assert found[at("offload_transfer_busy_seconds_total", direction="load")] == 0.5
     assert found[at("offload_ops_total", direction="load")] == 8
-    assert found[at("offload_copies_total", direction="load")] == 2
+    assert found[at("offload_transfers_total", direction="load")] == 2
     assert found[at("offload_layer_waits_total", direction="load", outcome="ready")] == 1
     assert found[at("offload_layer_waits_total", direction="load", outcome="stalled")] == 1
     assert found[at("offload_layer_wait_seconds_sum", direction="load")] == 0.003

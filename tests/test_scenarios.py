@@ -241,7 +241,7 @@ async def test_k22_one_error_fails_one_request() -> None:
     """Of six backups the third's copy raises: five are byte-equal, and its pages are free."""
     hooks = Hooks()
     driver = ThreadsDriver(hooks=hooks)
-    limits = offload.Limits(max_batch_pages=1)
+    limits = offload.Limits(max_batch_ops=1)
     hooks.fail(OSError("disk"), stream="backup", nth=2 * 4 + 1)
     async with threads_scheduler(driver=driver, limits=limits) as (scheduler, device, host):
         before = contents(device, range(6))

@@ -328,7 +328,7 @@ async def test_hold_lets_go_when_its_body_raises() -> None:
 @on_both
 async def test_a_long_queue_is_issued_a_budget_per_turn() -> None:
     """Batches keep to their budget, and other tasks run between them."""
-    limits = offload.Limits(max_batch_pages=2)
+    limits = offload.Limits(max_batch_ops=2)
     async with sim_scheduler(limits=limits) as (scheduler, sim, *_):
         for page in range(8):
             await scheduler.load(host_pages=[page], device_pages=[page])
@@ -372,7 +372,7 @@ async def test_priority_deadline_submission_decide_the_order() -> None:
     """Batches of one direction go by priority, then deadline, then submission."""
     hooks = Hooks()
     done: list[int] = []
-    async with sim_scheduler(hooks=hooks, limits=offload.Limits(max_batch_pages=1)) as bed:
+    async with sim_scheduler(hooks=hooks, limits=offload.Limits(max_batch_ops=1)) as bed:
         scheduler, sim = bed.scheduler, bed.sim
         given = [(0, None), (0, 5.0), (1, None), (0, 4.0), (1, 5.0)]
 

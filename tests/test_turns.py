@@ -37,7 +37,7 @@ async def test_landings_of_many_batches_are_taken_in_several_turns() -> None:
     """What one turn leaves, the next ones take: every request settles and gives its pages back."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shell, "_PER_TURN", 1)
-        limits = offload.Limits(max_batch_pages=1)
+        limits = offload.Limits(max_batch_ops=1)
         async with threads_scheduler(limits=limits) as (scheduler, device, host):
             loads = [await scheduler.load(host_pages=[n], device_pages=[n]) for n in range(8)]
             for load in loads:

@@ -54,7 +54,7 @@ class Limits:
     """Bytes merged into one batch. At 50 GB/s that is 5 ms of a link: long enough to fill it while the
     loop is busy elsewhere, short enough that the next batch is planned on fresh priorities."""
 
-    max_batch_pages: int | None = 65_536
+    max_batch_ops: int | None = 65_536
     """Pages merged into one batch: planning that many costs about 1 ms of the stream's own thread."""
 
     max_batch_requests: int | None = 1024

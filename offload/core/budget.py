@@ -54,7 +54,7 @@ class Budget:
     def of_batch(self) -> tuple[int, int, int | None]:
         """Return the bytes, pages and requests of one batch: its own budget, and what may still be in flight."""
         limits = self.limits
-        nbytes, pages = limits.max_batch_bytes or UNBOUNDED, limits.max_batch_pages or UNBOUNDED
+        nbytes, pages = limits.max_batch_bytes or UNBOUNDED, limits.max_batch_ops or UNBOUNDED
         if limits.max_inflight_bytes is not None:
             nbytes = min(nbytes, max(1, limits.max_inflight_bytes - self.inflight_bytes))
         most = limits.max_batch_requests

@@ -109,7 +109,7 @@ class Slices:
         dur = one.end - one.start
         text = (
             f'"layer":{one.layer},"batch":{one.batch},"nbytes":{one.nbytes},"ops":{one.ops},'
-            f'"copies":{one.copies},"cuda_stream":{quoted(one.stream)}'
+            f'"transfers":{one.transfers},"cuda_stream":{quoted(one.stream)}'
         )
         if dur:
             text += f',"gbps":{one.nbytes / dur:.3f}'

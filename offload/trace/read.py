@@ -151,7 +151,7 @@ class _Reader:
             args["layer"],
             args["nbytes"],
             args["ops"],
-            args["copies"],
+            args["transfers"],
         )
         self._add(r.COPY, copy)
 

@@ -10,7 +10,7 @@ Every site is one check, then one call with positional integers that the caller 
 |---|---|---|
 | `tags()` | at submit, in the caller's frame; keep what it returns for `request` | submitter |
 | `plan(batch, direction, stream, start, end, requests)` | once per batch, when it has been planned, before its first copy | any |
-| `copy(batch, direction, stream, layer, issue, issued, start, end, nbytes, ops, copies)` | once per layer of a batch, when it has landed | any |
+| `copy(batch, direction, stream, layer, issue, issued, start, end, nbytes, ops, transfers)` | once per layer of a batch, when it has landed | any |
 | `request(request, direction, submitted, issued, settled, nbytes, pages, outcome, tags)` | once per request, when it has settled | any |
 | `wait(request, direction, layer, start, end, lane)` | once per wait for a layer that suspended | any |
 | `ready()` | once per wait for a layer that did not suspend | any |
@@ -21,7 +21,7 @@ Every site is one check, then one call with positional integers that the caller 
 | `take(ended)`, `opened(device, in_flight)`, `closed()` | by the scheduler that records here, one at a time | loop |
 
 `issue` and `issued` bracket the enqueueing of a layer on its stream; pass 0 for both when it was not stamped.
-*Ops* are the copies that were asked for, before anything was merged; *copies* the copies that were made.
+*Ops* are the copies that were asked for, before anything was merged; *transfers* the copies that were made.
 `lane` is the number of a concurrent forward, from `take_lane()`; `ASYNC_LANE` (-1) for a task that awaited.
 """
 
@@ -155,7 +155,7 @@ class Recorder:
         end: int,
         nbytes: int,
         ops: int = 1,
-        copies: int = 1,
+        transfers: int = 1,
     ) -> None:
         """Record one layer of a batch that has landed."""
         self._ring.append(
@@ -171,7 +171,7 @@ class Recorder:
                 layer,
                 nbytes,
                 ops,
-                copies,
+                transfers,
             )
         )
         next(self._seen.count)

@@ -50,7 +50,7 @@ class Copy(NamedTuple):
     nbytes: int
     ops: int
     """Copies asked for, before requests were merged and pages coalesced."""
-    copies: int
+    transfers: int
     """Copies made."""
 
 

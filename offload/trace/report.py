@@ -59,7 +59,7 @@ def intersection(left: Intervals, right: Intervals) -> int:
 class DirectionReport:
     """What one direction moved."""
 
-    layer_copies: int
+    copies: int
     """Layers of batches that landed."""
     nbytes: int
     """Bytes that landed."""
@@ -125,7 +125,7 @@ class Report:
     backup: DirectionReport
     ops: int
     """Copies asked for, before requests were merged and pages coalesced."""
-    copies: int
+    transfers: int
     """Copies made."""
     requests: int
     """Requests that settled, or were under way when the report was made."""
@@ -152,7 +152,7 @@ class Report:
     @property
     def coalescing(self) -> float:
         """Copies asked for per copy made."""
-        return self.ops / self.copies if self.copies else 0.0
+        return self.ops / self.transfers if self.transfers else 0.0
 
     @classmethod
     def of(cls, timeline: Timeline) -> Report:
@@ -170,7 +170,7 @@ class Report:
             load=_direction(timeline.copies, "load", compute),
             backup=_direction(timeline.copies, "backup", compute),
             ops=sum(copy.ops for copy in timeline.copies),
-            copies=sum(copy.copies for copy in timeline.copies),
+            transfers=sum(copy.transfers for copy in timeline.copies),
             requests=len(timeline.requests),
             records=timeline.records,
             dropped=timeline.dropped,
@@ -205,7 +205,7 @@ class Report:
             _stall_line(self),
             _line("load", self.load),
             _line("backup", self.backup),
-            f"  coalescing  {self.ops} ops -> {self.copies} copies   ({self.coalescing:.2f}x)",
+            f"  coalescing  {self.ops} ops -> {self.transfers} transfers   ({self.coalescing:.2f}x)",
         ]
         if self.await_ns:
             text.append(f"  tasks awaited layers for {self.await_ns / 1e6:.3f} ms beside that")
@@ -217,13 +217,13 @@ class Report:
         if not self.layers:
             return []
         longest = max(row.stall_ns for row in self.layers) or 1
-        head = "  layer   waits   stall us   of it: queued   copying  loading us   GB/s   stall"
+        head = "  layer   waits   stall us   of it: queued   copying     load us   GB/s   stall"
         return ["", head, *(_row(row, longest).rstrip() for row in self.layers), "", *_LEGEND]
 
 
 _LEGEND: Final = (
     "  stall: a forward waited for the layer; queued until its copy began, copying after that.",
-    "  loading: a load of the layer was running, whoever waited. All are sums over the steps.",
+    "  load: a load of the layer was running, whoever waited. All are sums over the steps.",
 )
 
 
@@ -235,7 +235,7 @@ def _direction(copies: Iterable[Copy], direction: str, compute: Intervals) -> Di
     mine = [copy for copy in copies if copy.direction == direction]
     busy = union((copy.start, copy.end) for copy in mine)
     return DirectionReport(
-        layer_copies=len(mine),
+        copies=len(mine),
         nbytes=sum(copy.nbytes for copy in mine),
         busy_ns=length(busy),
         hidden_ns=intersection(busy, compute),
@@ -278,7 +278,7 @@ def _stall_line(report: Report) -> str:
 
 
 def _line(name: str, one: DirectionReport) -> str:
-    if not one.layer_copies:
+    if not one.copies:
         return f"  {name:7} nothing"
     return (
         f"  {name:7} {sized(one.nbytes):>13} {one.rate:>12}"

@@ -86,7 +86,7 @@ def test_a_layer_of_all_members_is_one_call(
         numbers = scheduler.statistics()
     sizes = batches(fake)
     assert len(sizes) == 2 * (NUM_LAYERS[name] - len(group.holes))
-    assert sum(sizes) == numbers.load.copies + numbers.backup.copies
+    assert sum(sizes) == numbers.load.transfers + numbers.backup.transfers
 
 
 def test_a_joined_call_takes_a_bounded_number_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ def in_air(nbytes: int, requests: int, **limits: int | None) -> Budget:
 
 NO_BUDGET: dict[str, int | None] = {
     "max_batch_bytes": None,
-    "max_batch_pages": None,
+    "max_batch_ops": None,
     "max_batch_requests": None,
 }
 
@@ -71,7 +71,7 @@ def test_batches_are_counted_until_they_close() -> None:
         ({}, False),
         ({"max_inflight_bytes": 9}, True),
         ({"max_inflight_requests": 9}, True),
-        ({"max_queued_bytes": 9, "max_batch_pages": 9}, False),
+        ({"max_queued_bytes": 9, "max_batch_ops": 9}, False),
     ],
 )
 def test_bounds_in_flight_are_known(limits: dict[str, Any], bounded: bool) -> None:
@@ -107,7 +107,7 @@ def test_a_layer_counts_with_its_share() -> None:
 @pytest.mark.parametrize(
     ("budget", "expected"),
     [
-        (in_air(7, 2, max_batch_bytes=50, max_batch_pages=6, max_batch_requests=4), (50, 6, 4)),
+        (in_air(7, 2, max_batch_bytes=50, max_batch_ops=6, max_batch_requests=4), (50, 6, 4)),
         (in_air(7, 2, **NO_BUDGET), (UNBOUNDED, UNBOUNDED, None)),
         (in_air(70, 2, max_inflight_bytes=100, **NO_BUDGET), (30, UNBOUNDED, None)),
         (in_air(70, 2, max_inflight_bytes=100, max_batch_bytes=20), (20, 65_536, 1024)),
@@ -142,8 +142,8 @@ def test_layers_of_backups_fill_a_batch_by_their_shares() -> None:
 def test_a_limit_that_is_none_is_refused_in_full(wrong: object) -> None:
     """The error names the limit, the value, and what it may be."""
     with pytest.raises(RequestError) as caught:
-        Limits(max_batch_pages=wrong)  # type: ignore[arg-type]
+        Limits(max_batch_ops=wrong)  # type: ignore[arg-type]
     assert str(caught.value) == (
-        f"Limits.max_batch_pages is {wrong!r}; it must be an integer from 1 up, or None"
+        f"Limits.max_batch_ops is {wrong!r}; it must be an integer from 1 up, or None"
     )
     assert caught.value.value == wrong

@@ -982,7 +982,7 @@ def test_a_bounded_machine_does_not_hold_what_others_need(limits: Limits) -> Non
 
 def test_one_flush_issues_one_budget() -> None:
     """A long queue is issued one batch budget per flush, and says that there is more."""
-    rig = Rig(Limits(max_batch_pages=2))
+    rig = Rig(Limits(max_batch_ops=2))
     ids = [rig.load([n], [n]) for n in range(5)]
     for first in (0, 2, 4):
         assert rig.machine.flushable()
@@ -993,7 +993,7 @@ def test_one_flush_issues_one_budget() -> None:
 
 def test_at_most_max_flights_are_in_the_air() -> None:
     """Disjoint batches beyond MAX_FLIGHTS wait; a more urgent one goes all the same, a less urgent not."""
-    rig = Rig(Limits(max_batch_pages=1))
+    rig = Rig(Limits(max_batch_ops=1))
     for n in range(MAX_FLIGHTS + 2):
         rig.load([0], [n], due=1.0)
     count = 0
@@ -1026,7 +1026,7 @@ def issue_order(rig: Rig) -> list[int]:
 
 def test_priority_then_deadline_then_submission() -> None:
     """Within a direction the higher priority goes first, then the nearer deadline, then the older."""
-    rig = Rig(Limits(max_batch_pages=1))
+    rig = Rig(Limits(max_batch_ops=1))
     given = [(0, None), (0, 5.0), (1, None), (0, None), (1, 5.0), (0, 4.0), (-1, 0.5)]
     ids = [
         rig.load([n], [n], due=due(0.0, priority, deadline))
@@ -1038,7 +1038,7 @@ def test_priority_then_deadline_then_submission() -> None:
 
 def test_age_beats_priority_at_last() -> None:
     """A request is never overtaken by one of a higher priority that came a patience per step later."""
-    rig = Rig(Limits(max_batch_pages=1))
+    rig = Rig(Limits(max_batch_ops=1))
     old = rig.load([0], [0], due=due(0.0, 0, None))
     young = rig.load([1], [1], due=due(PATIENCE - 0.1, 1, None))
     late = rig.load([2], [2], due=due(PATIENCE + 0.1, 1, None))
@@ -1135,7 +1135,7 @@ class World:
         limits = Limits(
             max_inflight_bytes=draw.choice((None, None, 2 * BYTES)),
             max_inflight_requests=draw.choice((None, None, 1, 3)),
-            max_batch_pages=draw.choice((2, 4, 100)),
+            max_batch_ops=draw.choice((2, 4, 100)),
         )
         self.rig = Rig(limits)
         self.claims: list[Claim] = []

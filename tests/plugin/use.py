@@ -39,7 +39,7 @@ async def copy() -> None:
             for layer in layers:
                 layer.zero_()
         await (await scheduler.load(host_pages=[2, 0, 1], device_pages=[0, 1, 3]))
-    assert scheduler.statistics().load.copies == 3 * 2 * 2, scheduler.statistics()
+    assert scheduler.statistics().load.transfers == 3 * 2 * 2, scheduler.statistics()
     for name, layers in bits.items():
         for got, want in zip(layers, wanted[name], strict=True):
             want[2 * 3 : 3 * 3] = 0  # page 2 was not backed up

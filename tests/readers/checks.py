@@ -105,7 +105,7 @@ def sums(path: Path, tracer: Tracer) -> list[str]:
         "saved": (arg.format("nbytes", "category = 'offload.backup'"), report.backup.nbytes),
         "load copies": (
             "select count(*) as n from slice where category = 'offload.load'",
-            report.load.layer_copies,
+            report.load.copies,
         ),
         # One lane, and no two copies of a lane overlap: the union is the sum.
         "load busy": (
@@ -113,7 +113,7 @@ def sums(path: Path, tracer: Tracer) -> list[str]:
             report.load.busy_ns,
         ),
         "ops": (arg.format("ops", copies), report.ops),
-        "copies": (arg.format("copies", copies), report.copies),
+        "transfers": (arg.format("transfers", copies), report.transfers),
         "requests": (
             "select count(*) as n from slice where category = 'offload.request' and name = 'request'",
             report.requests,

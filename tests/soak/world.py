@@ -171,5 +171,5 @@ def _limits(draw: random.Random, group: offload.PoolGroup) -> offload.Limits:
         max_queued_bytes=some if kind in ("queued", "all") else None,
         max_inflight_bytes=some if kind in ("bytes", "all") else None,
         max_inflight_requests=draw.randrange(1, 4) if kind in ("requests", "all") else None,
-        max_batch_pages=draw.randrange(1, 6) if kind in ("batch", "all") else 65_536,
+        max_batch_ops=draw.randrange(1, 6) if kind in ("batch", "all") else 65_536,
     )

@@ -36,7 +36,7 @@ LAST = [
     ),
     (
         '{"ph":"X","cat":"offload.load","name":"load L0","pid":10000002,"tid":2,"ts":5.000,"dur":3.999,'
-        '"args":{"layer":0,"batch":1,"nbytes":8000,"ops":1,"copies":1,"cuda_stream":"load",'
+        '"args":{"layer":0,"batch":1,"nbytes":8000,"ops":1,"transfers":1,"cuda_stream":"load",'
         '"gbps":2.000,"queue_us":2.000,"requests":"5","pages":1,"tags":"rid=a"}}'
     ),
     (

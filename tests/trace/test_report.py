@@ -124,15 +124,15 @@ def test_text() -> None:
         "  stalled waiting for loads      0.412 ms     10.3% of forward",
         "  load          88.1 MB    26.5 GB/s    84.2% hidden behind compute",
         "  backup        37.7 MB    14.1 GB/s    89.0% hidden behind compute",
-        "  coalescing  120 ops -> 72 copies   (1.67x)",
+        "  coalescing  120 ops -> 72 transfers   (1.67x)",
         "",
-        "  layer   waits   stall us   of it: queued   copying  loading us   GB/s   stall",
+        "  layer   waits   stall us   of it: queued   copying     load us   GB/s   stall",
         "      0       3      117.2             0.0     117.2       222.2  33.04   ##########",
     ]
     assert lines[-3:] == [
         "",
         "  stall: a forward waited for the layer; queued until its copy began, copying after that.",
-        "  loading: a load of the layer was running, whoever waited. All are sums over the steps.",
+        "  load: a load of the layer was running, whoever waited. All are sums over the steps.",
     ]
 
 
