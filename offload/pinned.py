@@ -11,18 +11,24 @@ A registration of 512 GiB fails on current drivers, so a big mapping is register
 neighbours. So the places where chunks meet, `breaks`, go into the pool's geometry, and plans are cut there.
 
 All or nothing: when a chunk fails, those before it are unregistered, last first, and the error is raised.
-The memory is unregistered before it is unmapped, and only by the process that registered it. It is called
-before serving: registering takes about 0.1 s per GiB.
+`pinned_keeper.py` does both, on a thread of its own. It is called before serving: registering is said to take
+about 0.1 s per GiB (vllm#51080; not measured here).
+
+A shared mapping is what the kernel calls shmem. Its pages are the system's (4 KiB on x86: 134 million of them in
+512 GiB), unless `/sys/kernel/mm/transparent_hugepage/shmem_enabled` says `advise` or `always`; huge pages are
+asked for. It counts as shared memory: against the memory limit of its cgroup, where making it resident beyond
+that gets the process killed and not refused, and not against the size of /dev/shm. Registering locks it through
+the CUDA driver; where that counts it as locked memory, `ulimit -l` has to allow it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import mmap
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
+from functools import cache, partial
 from math import lcm
 from pathlib import Path
 
@@ -33,6 +39,7 @@ import torch
 
 from offload.driver.cuda_calls import CudaCalls
 from offload.driver.cuda_torch import TorchCuda
+from offload.pinned_keeper import Mapping, keeper_of
 
 CHUNK = 64 << 30
 """Bytes of the largest registration: 512 GiB in one fails on driver r580 and later (vllm#51080)."""
@@ -51,19 +58,6 @@ class Pinned:
     """Byte offsets where two registrations meet."""
 
 
-class _Mapping(mmap.mmap):
-    """A mapping that is unregistered before it is unmapped."""
-
-    calls: CudaCalls
-    starts: list[int]
-    pid: int
-
-    def __del__(self) -> None:
-        # A forked child has the mapping and not the registration.
-        if os.getpid() == getattr(self, "pid", None):
-            _unregister(self.calls, self.starts)
-
-
 def pinned_memory(
     nbytes: int, *, granule: int, calls: CudaCalls | None = None, device: int | None = None
 ) -> Pinned:
@@ -73,31 +67,32 @@ def pinned_memory(
         granule: Bytes, such as a page stride. Chunks end on its multiples where they can, so that what lies
             between two of them is in one chunk.
         calls: How CUDA is reached.
-        device: The GPU to be near to; None: the current one.
+        device: The GPU to be near to; None: the calling thread's current one, which stays that.
 
     Raises:
         CudaError: A chunk could not be registered. None is then.
     """
-    calls = TorchCuda() if calls is None else calls
+    calls = _made(TorchCuda) if calls is None else calls
     near = calls.current_device() if device is None else device
-    calls.set_device(near)
     whole = -(-max(nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
-    mapping = _Mapping(-1, whole, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
-    touched = np.frombuffer(mapping, np.uint8)
-    _prefault(touched, _cpus_near(calls.pci_address(near)))
-    base = touched.ctypes.data
-    del touched
+    mapping = Mapping(-1, whole, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    memory = torch.frombuffer(mapping, dtype=torch.uint8)
     bounds = chunk_bounds(whole, granule=granule, chunk=CHUNK)
-    mapping.calls, mapping.starts, mapping.pid = calls, [], os.getpid()
-    for start, end in itertools.pairwise(bounds):
-        try:
-            calls.register(base + start, end - start)
-        except BaseException:
-            _unregister(calls, mapping.starts)
-            raise
-        mapping.starts.append(base + start)
-    memory = torch.frombuffer(mapping, dtype=torch.uint8)[:nbytes]
-    return Pinned(memory, tuple(bound for bound in bounds[1:-1] if bound < nbytes))
+    keeper_of(calls, near).register(
+        mapping,
+        memory.data_ptr(),
+        bounds,
+        lambda: _prefault(memory.numpy(), _cpus_near(calls.pci_address(near))),
+    )
+    return Pinned(memory[:nbytes], tuple(bound for bound in bounds[1:-1] if bound < nbytes))
+
+
+@cache
+def _made(factory: Callable[[], CudaCalls]) -> CudaCalls:
+    """Return the calls that a process shares, so that its pools share a thread."""
+    return factory()
 
 
 def chunk_bounds(nbytes: int, *, granule: int, chunk: int) -> list[int]:
@@ -111,14 +106,6 @@ def chunk_bounds(nbytes: int, *, granule: int, chunk: int) -> list[int]:
         step = mmap.PAGESIZE
     size = max(chunk // step, 1) * step
     return [*range(0, nbytes, size), nbytes]
-
-
-def _unregister(calls: CudaCalls, starts: list[int]) -> None:
-    """Unregister the chunks that begin at these addresses, last first, and forget them."""
-    while starts:
-        # After the loss of the device every call fails, and there is nothing left to undo.
-        with contextlib.suppress(Exception):
-            calls.unregister(starts.pop())
 
 
 def _prefault(memory: npt.NDArray[np.uint8], cpus: frozenset[int]) -> None:

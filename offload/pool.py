@@ -97,15 +97,18 @@ class HostPool(Pool):
     ) -> Self:
         """Return a host pool for a device pool's pages; pinned when that is on a GPU.
 
-        Pinning takes about 0.1 s per GB: call this before serving.
+        Pinned memory is near that GPU. Pinning is said to take about 0.1 s per GB: call this before serving.
+        It counts as shared memory against a cgroup's limit, and goes with the last reference to its tensors.
         """
         expect("HostPool.like", "device", device, DevicePool, "a DevicePool")
-        return cls.allocate(
+        pinned = device.device.type == "cuda"
+        return cls._allocated(
             device.spec,
             num_pages=num_pages,
             layout=layout,
-            pinned=device.device.type == "cuda",
+            pinned=pinned,
             page_align=page_align,
+            near=device.device.index if pinned else None,
         )
 
     @classmethod
@@ -124,7 +127,7 @@ class HostPool(Pool):
         Args:
             layout: None: `page_first`, unless `axes` is given.
             axes: An order without a name, such as `"p l h t d"`, in place of `layout`.
-            pinned: None: where there is a CUDA device.
+            pinned: None: where there is a CUDA device. Near the current one; `like` takes the pool's.
             page_align: Pad the page stride to a multiple of this many bytes (page-major orders).
 
         Shapes:
@@ -138,6 +141,28 @@ class HostPool(Pool):
             OutOfMemoryError: This machine has too little memory.
             CudaError: CUDA refuses to lock it, for another reason.
         """
+        return cls._allocated(
+            spec,
+            num_pages=num_pages,
+            layout=layout,
+            axes=axes,
+            pinned=pinned,
+            page_align=page_align,
+        )
+
+    @classmethod
+    def _allocated(
+        cls,
+        spec: PoolSpec,
+        *,
+        num_pages: int,
+        layout: str | Layout | None,
+        axes: str | None = None,
+        pinned: bool | None,
+        page_align: int | None,
+        near: int | None = None,
+    ) -> Self:
+        """Return a host pool, near this GPU if it is pinned (None: the current one)."""
         call = "HostPool.allocate"
         expect(call, "spec", spec, PoolSpec, "a PoolSpec")
         expect(call, "pinned", pinned, (bool, type(None)), "True, False or None")
@@ -155,7 +180,7 @@ class HostPool(Pool):
         _check_padding(geometry)
         nbytes = num_pages * geometry.page_stride
         with naming_bytes(call, num_pages=num_pages, nbytes=nbytes, where="this machine"):
-            geometry, tensors = host_tensors(spec, geometry, pinned=pinned)
+            geometry, tensors = host_tensors(spec, geometry, pinned=pinned, near=near)
             return cls._made(spec, geometry, torch.device("cpu"), tensors, pinned=pinned)
 
     @classmethod

@@ -26,14 +26,20 @@ def device_tensors(spec: PoolSpec, num_pages: int, where: torch.device) -> Held:
     return tensors
 
 
-def host_tensors(spec: PoolSpec, geometry: Geometry, *, pinned: bool) -> tuple[Geometry, Held]:
-    """Return memory for a host pool, by array; and the geometry, with the places where its parts meet."""
+def host_tensors(
+    spec: PoolSpec, geometry: Geometry, *, pinned: bool, near: int | None = None
+) -> tuple[Geometry, Held]:
+    """Return memory for a host pool, by array; and the geometry, with the places where its parts meet.
+
+    Args:
+        near: The GPU that pinned memory is for; None: the calling thread's current one.
+    """
     dtypes = {name: part.dtype for part in spec.components for name in _stored(part.component)}
     tensors: Held = {}
     breaks: dict[str, tuple[int, ...]] = {}
     for array in geometry.arrays:
         blocks = [
-            _host_block(array, geometry, pinned=pinned)
+            _host_block(array, geometry, pinned=pinned, near=near)
             for _ in range(spec.num_layers if array.separate else 1)
         ]
         breaks[array.name] = blocks[0].breaks  # of equal sizes, so cut in the same places
@@ -42,13 +48,13 @@ def host_tensors(spec: PoolSpec, geometry: Geometry, *, pinned: bool) -> tuple[G
     return geometry.broken(breaks), tensors
 
 
-def _host_block(array: Array, geometry: Geometry, *, pinned: bool) -> Pinned:
+def _host_block(array: Array, geometry: Geometry, *, pinned: bool, near: int | None) -> Pinned:
     """Return the memory of an array, and where its registrations meet if it is pinned."""
     if not pinned:
         return Pinned(host_memory(array.nbytes), ())
     strides = [part.page_stride for part in geometry.components if part.array == array.name]
     try:
-        return pinned_memory(array.nbytes, granule=lcm(*strides))
+        return pinned_memory(array.nbytes, granule=lcm(*strides), device=near)
     except OSError as error:
         if error.errno is not None:
             raise

@@ -36,7 +36,7 @@ EDGES: dict[str, set[str]] = {
     "logs": {"counters", "errors"},
     "registry": {"arguments", "core", "errors"},
     "spec": {"arguments", "core", "errors"},
-    "pinned": {"driver"},
+    "pinned": {"driver", "errors", "logs"},
     "pool": {"arguments", "core", "errors", "pinned", "registry", "spec"},
     "verdict": {"arguments", "core", "errors", "registry", "spec"},
     "group": {"arguments", "core", "errors", "pool", "spec"},

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import mmap
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from offload import pinned
+from offload import pinned, pinned_keeper
 from offload.backend import make_backend
 from offload.core.kinds import Direction, Layout
 from offload.errors import CudaError, OffloadError, OutOfMemoryError
@@ -25,6 +28,7 @@ from tests.backend.fake_stream import on_stream
 from tests.backend.test_matrix import runs_of
 
 SMALL = 64 * 1024
+PATIENCE = 20.0
 SPEC = PoolSpec.mha(num_layers=3, page_size=8, num_kv_heads=2, head_dim=32, v_head_dim=16)
 
 
@@ -35,6 +39,14 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     monkeypatch.setattr(pinned, "TorchCuda", lambda: made)
     monkeypatch.setattr(pinned, "CHUNK", SMALL)
     return made
+
+
+def ended() -> None:
+    """Wait until the threads that hold registrations have taken back what was let go."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("offload-pinned"):
+            thread.join(PATIENCE)
+            assert not thread.is_alive(), f"{thread.name} still holds a registration"
 
 
 def test_memory_is_zeroed_registered_in_chunks_and_unregistered_in_reverse(
@@ -54,6 +66,7 @@ def test_memory_is_zeroed_registered_in_chunks_and_unregistered_in_reverse(
     del made
     assert len(fake.registered) == 4
     del view
+    ended()
     assert fake.registered == {}
     assert [call.arguments[0] for call in fake.named("unregister")] == starts[::-1]
 
@@ -93,24 +106,111 @@ def test_chunks_cover_everything_and_end_on_pages(granule: int, nbytes: int) -> 
         assert all(bound % granule == 0 for bound in inner)
 
 
-def test_after_the_loss_of_the_device_memory_still_goes(fake: FakeCuda) -> None:
-    """Unregistering fails then, and nobody hears of it."""
-    made = pinned_memory(2 * SMALL, granule=1024)
-    fake.break_context(700)
+@pytest.mark.parametrize("device", [None, 0, 1, 3])
+def test_a_callers_device_stays_what_it_is(fake: FakeCuda, device: int | None) -> None:
+    """Whatever GPU the memory is for, the calling thread makes no call that chooses one."""
+    fake.set_device(1)
+    before = len(fake.named("set_device"))
+    made = pinned_memory(SMALL, granule=1024, device=device)
+    mine = threading.current_thread().name
+    assert fake.current_device() == 1
+    assert all(call.thread != mine for call in fake.named("set_device")[before:])
+    assert {call.device for call in fake.named("register")} == {1 if device is None else device}
     del made
+
+
+def test_it_is_unregistered_on_a_thread_that_has_its_device(fake: FakeCuda) -> None:
+    """The last reference may go on a thread that never met CUDA, and has no context for the call."""
+    kept = [pinned_memory(2 * SMALL, granule=1024, device=3)]
+    dropper = threading.Thread(target=kept.clear, name="never-cuda")
+    dropper.start()
+    dropper.join(PATIENCE)
+    ended()
+    calls = fake.named("unregister")
+    assert [call.device for call in calls] == [3, 3]
+    assert {call.thread for call in calls} == {call.thread for call in fake.named("register")}
+    assert fake.registered == {}
+
+
+def test_registering_is_no_matter_to_a_capture_elsewhere(fake: FakeCuda) -> None:
+    """A pool that is made, and one that goes, while another thread captures a graph."""
+    first, done, captured = pinned_memory(SMALL, granule=1024), threading.Event(), threading.Event()
+
+    def capture() -> None:
+        with fake.capture():
+            captured.set()
+            done.wait(PATIENCE)
+
+    capturing = threading.Thread(target=capture)
+    capturing.start()
+    captured.wait(PATIENCE)
+    second = pinned_memory(SMALL, granule=1024)
+    del first, second
+    ended()
+    done.set()
+    capturing.join(PATIENCE)
+    assert fake.registered == {}
+
+
+def _unregistering_fails(fake: FakeCuda) -> None:
+    fake.fail(201, name="unregister")
+
+
+def _device_is_lost(fake: FakeCuda) -> None:
+    fake.break_context(700)
+
+
+@pytest.mark.parametrize("breaking", [_unregistering_fails, _device_is_lost])
+def test_memory_that_cannot_be_unregistered_stays_mapped_and_that_is_logged(
+    fake: FakeCuda, caplog: pytest.LogCaptureFixture, breaking: Callable[[FakeCuda], None]
+) -> None:
+    """Unmapped, its addresses would be given out again under a registration that still stands."""
+    made = pinned_memory(2 * SMALL, granule=1024)
+    base = made.memory.data_ptr()
+    breaking(fake)
+    with caplog.at_level(logging.WARNING, logger="offload"):
+        del made
+        ended()
     assert len(fake.named("unregister")) == 2
+    assert f"{base:x}-" in Path("/proc/self/maps").read_text()
+    assert "stay mapped" in caplog.text
+    pinned_keeper.KEPT.clear()
+
+
+def test_what_was_let_go_is_unregistered_before_more_is_registered(fake: FakeCuda) -> None:
+    """A pool in place of another never needs both to be locked at once."""
+    for _ in range(3):
+        pinned_memory(SMALL, granule=1024)
+    ended()
+    names = [call.name for call in fake.calls if call.name in ("register", "unregister")]
+    assert names == ["register", "unregister"] * 3
 
 
 def test_a_forked_child_leaves_the_registration_alone(fake: FakeCuda) -> None:
     """It has the mapping, and CUDA's state belongs to the parent."""
     made = pinned_memory(2 * SMALL, granule=1024)
-    base = made.memory.untyped_storage()
-    assert base.nbytes() == 2 * SMALL
-    before = len(fake.named("unregister"))
-    holder = pinned._Mapping(-1, 4096)
-    holder.calls, holder.starts, holder.pid = fake, [1], os.getpid() + 1
-    del holder
-    assert len(fake.named("unregister")) == before
+    child = os.fork()
+    if not child:
+        del made
+        os._exit(len(fake.named("unregister")))
+    assert os.waitpid(child, 0)[1] == 0
+    assert len(fake.registered) == 2
+    del made
+    ended()
+    assert fake.registered == {}
+
+
+def test_memory_for_a_pool_is_near_that_pools_gpu(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not near the GPU that happens to be current where the host pool is made."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    device = DevicePool.allocate(SPEC, num_pages=4)
+    where = torch.device("cuda:3")
+    monkeypatch.setattr(DevicePool, "device", property(lambda _: where), raising=False)
+    HostPool.like(device, num_pages=4)
+    ended()
+    assert {call.device for call in fake.named("register")} == {3}
 
 
 def test_interpreter_exit_with_pinned_memory_alive_is_quiet() -> None:
