@@ -8,7 +8,9 @@ vLLM runs a connector twice: a scheduler side that decides (`scheduler_side.py`,
 `index.py`) and one worker side per rank that copies (`worker.py`, over `adopt.py`). They may be processes
 apart. What crosses is in `messages.py`: a `StepPlan` per step one way, the outcomes of its jobs the other.
 
-Only `connector.py`, `spec.py`, `checks.py`, `stats.py` and `wire.py` import vLLM.
+Only `connector.py`, `spec.py`, `checks.py`, `needs.py`, `needs_spec.py`, `stats.py` and `wire.py` import vLLM. Another
+vLLM than `versions.py` names is refused when an engine starts: by an import that fails, or by `probe.py`, which looks
+at all that the two lists of needs name.
 """
 
 from __future__ import annotations

@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-import vllm
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
-)
-
 from offload import RequestError
 from offload.integrations.vllm.settings import Settings
+from offload.integrations.vllm.versions import needed
+
+with needed():
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        SlidingWindowSpec,
+        UniformTypeKVCacheSpecs,
+    )
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -31,10 +31,6 @@ def check(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Settings:
         RequestError: They cannot. Says what to set.
         UnknownNameError: A key of `kv_connector_extra_config` is unknown.
     """
-    if not hasattr(SchedulerOutput, "kv_connector_block_state"):
-        raise RequestError(
-            f"OffloadConnector needs vLLM 0.32 or later, which tells it block tables; this is {vllm.__version__}."
-        )
     transfer = vllm_config.kv_transfer_config
     settings = Settings.read(transfer.kv_connector_extra_config or {})
     if transfer.kv_role != "kv_both":

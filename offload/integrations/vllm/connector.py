@@ -6,28 +6,31 @@ import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorWorkerMetadata,
-)
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
 from offload import RequestError
 from offload.integrations.vllm.adopt import adopt
 from offload.integrations.vllm.checks import check, memory_bytes
 from offload.integrations.vllm.messages import Outcomes
+from offload.integrations.vllm.needs import check_connector, check_pool
 from offload.integrations.vllm.scheduler_side import SchedulerSide
 from offload.integrations.vllm.settings import Settings
 from offload.integrations.vllm.stats import OffloadPromMetrics, OffloadStats
+from offload.integrations.vllm.versions import needed
 from offload.integrations.vllm.wire import (
     OffloadHandshake,
     OffloadMetadata,
     OffloadWorkerMetadata,
 )
 from offload.integrations.vllm.worker import WorkerSide
+
+with needed():
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorBase_V1,
+        KVConnectorHandshakeMetadata,
+        KVConnectorMetadata,
+        KVConnectorRole,
+        KVConnectorWorkerMetadata,
+    )
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 if TYPE_CHECKING:
     import torch
@@ -56,6 +59,7 @@ class OffloadConnector(KVConnectorBase_V1):
     def __init__(
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
+        check_connector(OffloadConnector)
         super().__init__(vllm_config, role, kv_cache_config)
         self.settings: Settings = check(vllm_config, kv_cache_config)
         self._num_ranks: int = vllm_config.parallel_config.world_size
@@ -158,8 +162,13 @@ class OffloadConnector(KVConnectorBase_V1):
     # Scheduler side ----------------------------------------------------------------------------------------
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """Take the pool whose blocks are held while they are copied."""
+        """Take the pool whose blocks are held while they are copied.
+
+        Raises:
+            RequestError: It is not the pool of a vLLM that this works with.
+        """
         if self.scheduler is not None:
+            check_pool(gpu_block_pool)
             self.scheduler.bind(gpu_block_pool)
 
     def set_xfer_handshake_metadata_pp_aware(

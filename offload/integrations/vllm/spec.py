@@ -9,20 +9,27 @@ and `trace_capacity` are ours. Loads are whole here: a request starts when all o
 from __future__ import annotations
 
 import logging
-
-from vllm.v1.kv_offload.base import (
-    CanonicalKVCaches,
-    GPULoadStoreSpec,
-    LoadStoreSpec,
-    OffloadingWorker,
-    TransferResult,
-)
-from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
-from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+from typing import TYPE_CHECKING
 
 from offload import RequestError, Tracer, start_scheduler
 from offload.integrations.vllm.jobs import Jobs, Pages, opaque_group, sub_pages
+from offload.integrations.vllm.needs_spec import check_spec
 from offload.integrations.vllm.settings import Settings
+from offload.integrations.vllm.versions import needed
+
+with needed():
+    from vllm.v1.kv_offload.base import (
+        CanonicalKVCaches,
+        GPULoadStoreSpec,
+        LoadStoreSpec,
+        OffloadingWorker,
+        TransferResult,
+    )
+    from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+    from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.config import OffloadingConfig
 
 _LOG = logging.getLogger("vllm.offload")  # below vLLM's own, which has the handlers
 
@@ -33,6 +40,10 @@ class OffloadSpec(CPUOffloadingSpec):
     """vLLM's host cache with our copies under it. Any device that a driver of ours serves, the CPU too."""
 
     _made: OffloadWorker | None = None
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        check_spec(OffloadSpec, OffloadWorker)
+        super().__init__(config)
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         """Return the worker of this rank, made once.

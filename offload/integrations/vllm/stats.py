@@ -6,13 +6,16 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import attrs
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
-    KVConnectorPromMetrics,
-    KVConnectorStats,
-)
 
 from offload.integrations.vllm.moving import Moved
 from offload.integrations.vllm.plan import Tally
+from offload.integrations.vllm.versions import needed
+
+with needed():
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        KVConnectorPromMetrics,
+        KVConnectorStats,
+    )
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
