@@ -9,6 +9,7 @@ import random
 import numpy as np
 import pytest
 
+from offload.core import batch as batch_module
 from offload.core.batch import SWEEP, Batch, Piece, Queue, State, StreamState, share
 from offload.core.kinds import Direction
 from offload.core.request import PATIENCE, Request, due
@@ -111,6 +112,43 @@ def test_many_that_are_cancelled_are_taken_out_a_few_at_a_time(order: str, kept:
         assert places - left <= max(SWEEP, left // 8)
     assert sorted(functools.reduce(operator.iadd, take_all(queue), [])) == list(range(kept))
     assert queue.heaps == {}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_places_of_the_dropped_are_swept_before_they_pile_up(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sweep comes with the first drop that makes them more than the bound and an eighth of the rest."""
+    monkeypatch.setattr(batch_module, "SWEEP", 3)
+    draw = random.Random(seed)
+    queue, queued, dropped = Queue(), list[Piece](), 0
+
+    def places() -> int:
+        return sum(map(len, queue.heaps.values())) - len(queued)
+
+    for number in range(400):
+        act = draw.random()
+        if act < 0.55 or not queued:
+            queued.append(piece(number, urgency=draw.random(), route=draw.choice("ab")))
+            queued[-1].alone = draw.random() < 0.2
+            queue.push(queued[-1])
+        elif act < 0.95:
+            gone = queued.pop(draw.randrange(len(queued)))
+            queue.drop(gone)
+            dropped += 1
+            if dropped > 3 and 8 * dropped > len(queued):
+                dropped = 0
+            queue.drop(gone)  # it is not here any more
+        else:
+            taken = queue.take(MANY, MANY, draw.randint(1, 5))
+            assert taken
+            queued = [each for each in queued if each not in taken]
+            dropped = places()
+        assert places() == dropped
+    rest = sorted(queued, key=lambda each: (each.request.due, each.id))
+    assert [number for batch in take_all(queue, requests=1) for number in batch] == [
+        each.id for each in rest
+    ]
 
 
 @pytest.mark.parametrize("seed", range(50))

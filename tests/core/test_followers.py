@@ -62,6 +62,23 @@ def test_a_flush_is_worth_a_try_while_somebody_has_not_heard() -> None:
     assert (rig.machine.waiting(), rig.machine.flushable()) == (True, True)
     assert rig.do(Flush()) == []
     assert (rig.machine.waiting(), rig.machine.flushable()) == (False, False)
+    queued = rig.load([7], [15])
+    assert rig.do(Cancel(queued)) == [("settle", queued, "cancelled"), ("unlock", queued)]
+
+
+def test_those_who_hear_leave_no_quicker_than_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cancelled requests that leave because they have heard are no more per event than may leave in one."""
+    monkeypatch.setattr(machine, "LEAVE_AT_ONCE", FEW - 1)
+    rig = Rig()
+    first, loads = behind_one(rig)
+    for load in loads:
+        rig.do(Cancel(load))
+    rig.do(Landed(1, 3))
+    while rig.machine.waiting():
+        before = len(rig.unlocked)
+        rig.do(Flush())
+        assert len(rig.unlocked) <= before + FEW - 1
+    assert rig.unlocked == [first, *loads]
 
 
 @pytest.mark.parametrize("how", ["done", "cancelled", "failed"])
