@@ -5,8 +5,10 @@ A name that is gone would be found when it is first used: in the middle of servi
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from types import FunctionType
 from typing import Protocol
 
 
@@ -127,8 +129,9 @@ def _given(owner: type) -> set[str]:
     there = set(dir(owner))
     for each in owner.__mro__:
         there.update(getattr(each, "__annotations__", ()))
-        code = getattr(vars(each).get("__init__"), "__code__", None)
-        there.update(() if code is None else code.co_names)
+        made = vars(each).get("__init__")
+        if isinstance(made, FunctionType):
+            there |= {op.argval for op in dis.get_instructions(made) if op.opname == "STORE_ATTR"}
     return there
 
 

@@ -33,7 +33,7 @@ def needed() -> Iterator[None]:
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "vllm":
             raise  # something that vLLM itself needs
-        raise refused([str(error)]) from error
+        raise refused([str(error).partition(" (")[0]]) from error
 
 
 def refused(lacking: Sequence[str]) -> RequestError:
