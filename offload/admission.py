@@ -7,25 +7,25 @@ from typing import TYPE_CHECKING
 import anyio
 import numpy as np
 
-from offload.acts import expire, watch
+from offload.actions import expire, watch
 from offload.core.batch import State
 from offload.core.kinds import Direction
-from offload.ride import Ride
+from offload.entry import Entry
 from offload.transfer import Transfer
 
 if TYPE_CHECKING:
     from offload.shell import Shell
 
 
-def submit_nowait(shell: Shell, ride: Ride) -> Transfer:
+def submit_nowait(shell: Shell, entry: Entry) -> Transfer:
     """Admit a request, or raise `anyio.WouldBlock` where it would have to wait for room."""
     shell.refuse_closed()
-    if not shell.line.open_for(ride.priority, ride.request.nbytes):
+    if not shell.parking.open_for(entry.priority, entry.request.nbytes):
         raise anyio.WouldBlock
-    return admit(shell, ride)
+    return admit(shell, entry)
 
 
-def admit(shell: Shell, ride: Ride) -> Transfer:
+def admit(shell: Shell, entry: Entry) -> Transfer:
     """Give a request its place in the order.
 
     Raises:
@@ -34,67 +34,67 @@ def admit(shell: Shell, ride: Ride) -> Transfer:
     shell.catch_up()
     if shell.closing:
         shell.refuse_closed()
-    deadline = ride.request.deadline  # its own: who rides on another has that one's request
-    if not (ride.join and _join(shell, ride)):
-        _enter(shell, ride)
-    if deadline is not None and not ride.settled:
-        ride.alarm = shell.timer.call_at(deadline, lambda: expire(ride))
-    return Transfer(ride)
+    deadline = entry.request.deadline  # its own: who shares another has that one's request
+    if not (entry.join and _join(shell, entry)):
+        _enter(shell, entry)
+    if deadline is not None and not entry.settled:
+        entry.alarm = shell.timer.call_at(deadline, lambda: expire(entry))
+    return Transfer(entry)
 
 
-def _enter(shell: Shell, ride: Ride) -> None:
-    request = ride.request
+def _enter(shell: Shell, entry: Entry) -> None:
+    request = entry.request
     request.id = shell.machine.new_id()
     if request.streaming:
-        ride.stream()
+        entry.stream()
     if request.num_pages:
-        _start(shell, ride)
+        _start(shell, entry)
         shell.ask_here()
     else:
-        _complete(shell, ride)
+        _complete(shell, entry)
 
 
-def _start(shell: Shell, ride: Ride) -> None:
+def _start(shell: Shell, entry: Entry) -> None:
     """Queue a request, and let it wait for what it must wait for outside the machine."""
-    shell.submit(ride)
-    number = ride.request.id
-    if ride.hold is not None:
-        ride.hold.pieces.append(number)
-    watch(ride, number, ride.marks)
+    shell.submit(entry)
+    number = entry.request.id
+    if entry.hold is not None:
+        entry.hold.pieces.append(number)
+    watch(entry, number, entry.marks)
 
 
-def _complete(shell: Shell, ride: Ride) -> None:
+def _complete(shell: Shell, entry: Entry) -> None:
     """Let a request of no pages be done."""
-    ride.counters.admit()
-    ride.counters.withdraw()
-    ride.settle(State.DONE, None)
-    ride.counters.settle()
-    ride.release()
+    entry.counters.admit()
+    entry.counters.withdraw()
+    entry.settle(State.DONE, None)
+    entry.counters.settle()
+    entry.release()
 
 
-def _join(shell: Shell, ride: Ride) -> bool:
-    """Let it ride on a running load of the same pairs that nothing has come between; return whether it does."""
-    member, _, device_pages = ride.request.parts[0]
+def _join(shell: Shell, entry: Entry) -> bool:
+    """Let it share a running load of the same pairs that nothing has come between; return whether it does."""
+    member, _, device_pages = entry.request.parts[0]
     if not len(device_pages):
         return False
     table = shell.group.members[member].device.pages.table
-    lead = shell.rides.get(table.last_writer(int(device_pages[0])))
-    if lead is None or not _same_copy(lead, ride):
+    lead = shell.entries.get(table.last_writer(int(device_pages[0])))
+    if lead is None or not _same_copy(lead, entry):
         return False
     if not shell.machine.undisturbed(lead.request) or not lead.copying():
         return False
-    lead.take(ride)
-    ride.counters.admit()
-    ride.counters.withdraw()
+    lead.take(entry)
+    entry.counters.admit()
+    entry.counters.withdraw()
     return True
 
 
-def _same_copy(lead: Ride, ride: Ride) -> bool:
+def _same_copy(lead: Entry, entry: Entry) -> bool:
     """Return whether a load moves just these pages, in the same order with compute."""
-    ahead, request = lead.request, ride.request
-    if ahead.direction is not Direction.LOAD or lead.after != ride.after:
+    ahead, request = lead.request, entry.request
+    if ahead.direction is not Direction.LOAD or lead.after != entry.after:
         return False
-    if any(mark not in lead.marks for mark in ride.marks):
+    if any(mark not in lead.marks for mark in entry.marks):
         return False  # compute was queued between the two
     if ahead.route is not request.route or len(ahead.parts) != len(request.parts):
         return False

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 import attrs
 
-from offload import acts, admission
+from offload import actions, admission
+from offload.entry import Entry
 from offload.flight import LOOK_S
 from offload.parking import Place
-from offload.ride import Ride
 from offload.timer import Alarm
 from offload.transfer import Transfer
 from offload.waits import check_timeout
@@ -27,7 +27,7 @@ _INSTANT = 0.05
 """Seconds that a timeout of 0 gives the loop to say whether there is room: it bounds the wait for room."""
 
 
-def submit(shell: Shell, ride: Ride, timeout: float | None) -> Transfer:
+def submit(shell: Shell, entry: Entry, timeout: float | None) -> Transfer:
     """Admit a request; block this thread while there is no room.
 
     Raises:
@@ -37,7 +37,7 @@ def submit(shell: Shell, ride: Ride, timeout: float | None) -> Transfer:
     shell.check_may_block("submit")
     shell.refuse_closed()
     check_timeout(timeout)
-    entrant = _Entrant(shell, ride)
+    entrant = _Entrant(shell, entry)
     patience = timeout or (None if timeout is None else _INSTANT)
     try:
         if not shell.post(entrant.start):
@@ -52,9 +52,9 @@ def submit(shell: Shell, ride: Ride, timeout: float | None) -> Transfer:
     return entrant.future.result()
 
 
-def submit_nowait(shell: Shell, ride: Ride) -> Transfer:
+def submit_nowait(shell: Shell, entry: Entry) -> Transfer:
     """Admit a request, or raise `anyio.WouldBlock` where it would have to wait for room."""
-    return call(shell, lambda: admission.submit_nowait(shell, ride), _undo)
+    return call(shell, lambda: admission.submit_nowait(shell, entry), _undo)
 
 
 def call(shell: Shell, act: Callable[[], T], undo: Callable[[Future[T]], None] | None = None) -> T:
@@ -88,7 +88,7 @@ def call(shell: Shell, act: Callable[[], T], undo: Callable[[Future[T]], None] |
 
 
 @attrs.define(eq=False)
-class _Knock:
+class _Retry:
     """A thread's place in the line: woken, it tries again on the loop's thread."""
 
     again: Callable[[], object]
@@ -114,23 +114,23 @@ class _Entrant:
     """A request of another thread, on its way in. All but `future` is the loop's business."""
 
     shell: Shell
-    ride: Ride
+    entry: Entry
     future: Future[Transfer] = attrs.field(factory=Future)
     place: Place | None = None
     alarm: Alarm | None = None
 
     def start(self) -> None:
         """Submit, or stand in line."""
-        shell, wanted = self.shell, self.ride
+        shell, wanted = self.shell, self.entry
         try:
             shell.refuse_closed()
-            if shell.line.open_for(wanted.priority, wanted.request.nbytes):
+            if shell.parking.open_for(wanted.priority, wanted.request.nbytes):
                 self._admit()
                 return
             if wanted.hold is not None:
-                acts.let_go(shell, wanted.hold.pieces)
-            knock = _Knock(lambda: shell.post(self._again))
-            self.place = shell.line.enter(wanted.priority, wanted.request.nbytes, knock)
+                actions.let_go(shell, wanted.hold.pieces)
+            retry = _Retry(lambda: shell.post(self._again))
+            self.place = shell.parking.enter(wanted.priority, wanted.request.nbytes, retry)
             if wanted.request.deadline is not None:
                 self.alarm = shell.timer.call_at(wanted.request.deadline, self.place.expire)
         except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
@@ -147,11 +147,11 @@ class _Entrant:
                 self._withdraw()
             elif place.expired:
                 raise TimeoutError("the deadline passed while it waited for room")
-            elif shell.line.may_go(place):
+            elif shell.parking.may_go(place):
                 self._admit()
                 self._withdraw()
             else:
-                assert isinstance(place.event, _Knock)
+                assert isinstance(place.event, _Retry)
                 place.event.clear()
         except BaseException as error:  # noqa: BLE001 - the same
             self._withdraw()
@@ -160,7 +160,7 @@ class _Entrant:
     def _admit(self) -> None:
         if self.future.set_running_or_notify_cancel():
             try:
-                self.future.set_result(admission.admit(self.shell, self.ride))
+                self.future.set_result(admission.admit(self.shell, self.entry))
             except BaseException as error:  # noqa: BLE001 - the same
                 self.future.set_exception(error)
 
@@ -177,7 +177,7 @@ class _Entrant:
 
     def _withdraw(self) -> None:
         if self.place is not None:
-            self.shell.line.leave(self.place)
+            self.shell.parking.leave(self.place)
         if self.alarm is not None:
             self.shell.timer.cancel(self.alarm)
 

@@ -14,7 +14,7 @@ import anyio
 import attrs
 from anyio.lowlevel import checkpoint
 
-from offload import acts
+from offload import actions
 from offload.core.batch import Piece
 from offload.core.events import Cancel
 from offload.errors import RequestError
@@ -39,10 +39,10 @@ class Closing:
     async def close(self, drain: bool = False, deadline: float | None = None) -> None:
         """Close; see `Scheduler.aclose`. A cancellation is raised when that is done, all else at once."""
         shell = self._shell
-        if shell.home.forked:
+        if shell.loop.forked:
             shell.closing = True  # its threads and copies are the parent's
             return
-        shell.home.check_process("close")
+        shell.loop.check_process("close")
         cancelled: BaseException | None = None
         with anyio.CancelScope(shield=True):
             while not self._over:
@@ -85,7 +85,7 @@ class Closing:
             shell.timer.call_at(deadline, self._cancel_queued_soon)
         while not shell.take_inbox(POSTS):
             await checkpoint()
-        acts.let_go_of_all(shell)
+        actions.let_go_of_all(shell)
         requests = iter(shell.machine.names())
         while self._cancel_some(requests, _unwritten if drain else _unissued):
             await checkpoint()
@@ -106,7 +106,7 @@ class Closing:
 
         def some() -> None:
             if self._cancel_some(requests, _unissued):
-                self._shell.home.post(some)
+                self._shell.loop.post(some)
             self._shell.ask_for_turn()
 
         some()

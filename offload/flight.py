@@ -24,7 +24,7 @@ from offload.route_copies import Copies
 from offload.trace import Tracer
 
 if TYPE_CHECKING:
-    from offload.ride import Ride
+    from offload.entry import Entry
 
 
 LOOK_S = 0.5
@@ -32,7 +32,7 @@ LOOK_S = 0.5
 
 
 Waiter: TypeAlias = tuple[Callable[[], bool], bool, SimpleQueue[None]]
-"""Whether a ring is news for a thread, whether issues are, and where it sleeps."""
+"""Whether a wake-up is news for a thread, whether issues are, and where it sleeps."""
 
 
 def _always() -> bool:
@@ -40,32 +40,32 @@ def _always() -> bool:
 
 
 @attrs.define(eq=False)
-class Bell:
+class WaitingThreads:
     """Wakes threads that wait for progress. One per scheduler.
 
     A waiter enters itself before it looks, and progress is written before waiters are looked up; so either the
-    waiter sees the progress or who rings sees the waiter. Who rings asks for each whether that is news: a thread
+    waiter sees the progress or who wakes sees the waiter. Who wakes asks for each whether that is news: a thread
     that is woken for nothing costs a switch there and back, on a core that a forward needs.
     """
 
-    waiting: list[Waiter] = attrs.field(factory=list)
+    waiters: list[Waiter] = attrs.field(factory=list)
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """Wake the threads for which it is news that something landed, broke or ended. Any thread."""
-        for news, _, bed in self.waiting.copy():
+        for news, _, sleeper in self.waiters.copy():
             if news():
-                bed.put(None)
+                sleeper.put(None)
 
-    def ring_issued(self) -> None:
+    def wake_for_issue(self) -> None:
         """Wake those for which it is news that something was issued. Any thread."""
-        for news, issue, bed in self.waiting.copy():
+        for news, issue, sleeper in self.waiters.copy():
             if issue and news():
-                bed.put(None)
+                sleeper.put(None)
 
-    def alarm(self) -> None:
+    def wake_all(self) -> None:
         """Wake all: nothing that they wait for will come. Any thread."""
-        for *_, bed in self.waiting.copy():
-            bed.put(None)
+        for *_, sleeper in self.waiters.copy():
+            sleeper.put(None)
 
     def wait(
         self,
@@ -78,24 +78,24 @@ class Bell:
         """Block this thread until `reached()`; return whether it was.
 
         Args:
-            news: Whether a ring concerns this thread. Asked by threads that ring, so a few reads.
+            news: Whether a wake-up concerns this thread. Asked by threads that wake, so a few reads.
             issue: Whether issues do too.
         """
         end = None if timeout is None else time.monotonic() + timeout
-        bed = SimpleQueue[None]()
-        waiter = (news, issue, bed)
-        self.waiting.append(waiter)
+        sleeper = SimpleQueue[None]()
+        waiter = (news, issue, sleeper)
+        self.waiters.append(waiter)
         try:
             while not reached():
                 left = None if end is None else end - time.monotonic()
                 if left is not None and left <= 0:
                     return False
-                # A loop that is closed rings no bell: who waits looks for that himself.
+                # A loop that is closed wakes nobody: who waits looks for that himself.
                 with suppress(Empty):
-                    bed.get(timeout=LOOK_S if left is None else min(left, LOOK_S))
+                    sleeper.get(timeout=LOOK_S if left is None else min(left, LOOK_S))
             return True
         finally:
-            self.waiting.remove(waiter)
+            self.waiters.remove(waiter)
 
 
 @attrs.define(eq=False, repr=False)
@@ -104,7 +104,7 @@ class Flight:
 
     batch: Batch
     route: Route
-    bell: Bell
+    waiting_threads: WaitingThreads
     report: Callable[[Flight], None]
     """Tell the loop that something changed. Any thread; never blocks."""
 
@@ -148,7 +148,7 @@ class Flight:
     issue_watched: bool = False
     """Whether it wants to hear of issues too."""
 
-    rides: list[Ride] = attrs.field(factory=list)
+    entries: list[Entry] = attrs.field(factory=list)
     events: dict[int, Event] = attrs.field(factory=dict)
     _fenced: dict[int, int] = attrs.field(factory=dict)
     """The last layer of a request that some compute stream was ordered after, by request."""
@@ -220,8 +220,8 @@ class Flight:
             for each in range(self.issued_layers, layer):
                 self.events[each] = event
         self.issued_layers = layer + 1
-        if self.bell.waiting:
-            self.bell.ring_issued()
+        if self.waiting_threads.waiters:
+            self.waiting_threads.wake_for_issue()
         if self.issue_watched:
             self.report(self)
 
@@ -238,8 +238,8 @@ class Flight:
         last = layer + 1 == self.batch.last
         if last:
             self._close()
-        if self.bell.waiting:
-            self.bell.ring()
+        if self.waiting_threads.waiters:
+            self.waiting_threads.wake()
         if last or self.watched:
             self.report(self)
         tracer = self.tracer
@@ -268,14 +268,14 @@ class Flight:
     def failed(self, layer: int, error: BaseException) -> None:
         """Publish that the copy of a layer raised: of the first that has not landed, if several went as one."""
         self.error_layer, self.error = min(layer, self.landed_layers), error
-        self.bell.ring()
+        self.waiting_threads.wake()
         self.report(self)
 
     def ended(self) -> None:
         """Publish that nothing of this batch touches memory any more; its last landing has said so already."""
         if not self.over:
             self._close()
-            self.bell.ring()
+            self.waiting_threads.wake()
             self.report(self)
 
     def _close(self) -> None:

@@ -17,7 +17,7 @@ from offload.driver.loops import running_on_asyncio
 from offload.errors import RequestError
 
 if TYPE_CHECKING:
-    from offload.ride import Ride
+    from offload.entry import Entry
 
 
 @attrs.define(eq=False)
@@ -96,15 +96,15 @@ def caller() -> object:
     return threading.get_ident() if task is None else task
 
 
-def refuse_held(hold: Hold, machine: Machine, ride: Ride) -> None:
+def refuse_held(hold: Hold, machine: Machine, entry: Entry) -> None:
     """Raise if the caller is inside a hold, and waits for what cannot begin before that ends.
 
     Raises:
         RequestError: He does.
     """
-    if caller() in hold.inside and (ride.hold is hold or _behind(machine, ride, hold)):
+    if caller() in hold.inside and (entry.hold is hold or _behind(machine, entry, hold)):
         raise RequestError(
-            f"{ride!r} begins when this `hold()` block ends, so a wait for it inside the block would "
+            f"{entry!r} begins when this `hold()` block ends, so a wait for it inside the block would "
             "never end. Leave the block, then wait."
         )
 
@@ -125,9 +125,9 @@ def refuse_held_pages(hold: Hold, machine: Machine, busy: Callable[[Piece], bool
                 )
 
 
-def _behind(machine: Machine, ride: Ride, hold: Hold) -> bool:
+def _behind(machine: Machine, entry: Entry, hold: Hold) -> bool:
     """Return whether a request follows one that is kept back, over others or directly."""
-    piece = machine.find(ride.request.id)
+    piece = machine.find(entry.request.id)
     stack: list[Piece] = [] if piece is None else [piece]
     seen = set(stack)
     while stack:

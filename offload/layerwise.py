@@ -82,7 +82,7 @@ class Attachment:
                 "in order."
             )
         for backup in self._backups:
-            if not backup._ride.request.streaming:
+            if not backup._entry.request.streaming:
                 raise RequestError(
                     f"{backup!r} is not a streaming backup, and would not hear of written layers. "
                     "Submit it with streaming=True."
@@ -96,7 +96,7 @@ class Attachment:
 
     def __enter__(self) -> Self:
         transfers = (*self._loads, *self._backups)
-        tracer = transfers[0]._ride.shell.tracer if transfers else self._tracer
+        tracer = transfers[0]._entry.shell.tracer if transfers else self._tracer
         if tracer is not None and tracer.active:
             self._trace = ForwardTrace(tracer)
         for layer, module in enumerate(self._modules):
@@ -121,7 +121,7 @@ class Attachment:
 
     def _clock(self) -> int:
         transfers = (*self._loads, *self._backups)
-        return transfers[0]._ride.shell.driver.now_ns() if transfers else time.perf_counter_ns()
+        return transfers[0]._entry.shell.driver.now_ns() if transfers else time.perf_counter_ns()
 
     def _before(self, layer: int) -> _Hook:
         def wait(*_: object) -> None:
@@ -145,7 +145,7 @@ class Attachment:
                 backup.layer_written(layer)
             if layer == last and self._began_ns:
                 for transfer in (*self._loads, *self._backups)[:1]:
-                    transfer._ride.shell.counters.forwarded(self._clock() - self._began_ns)
+                    transfer._entry.shell.counters.forwarded(self._clock() - self._began_ns)
 
         return written
 
@@ -166,9 +166,9 @@ def fence(
             `Transfer.fence` does.
     """
     _check_transfer("fence", transfer, Direction.LOAD)
-    ride = transfer._ride
-    start = waits.fence(ride, layer, timeout)
-    ride.shell.ledger.waited(ride, layer, start, trace)
+    entry = transfer._entry
+    start = waits.fence(entry, layer, timeout)
+    entry.shell.ledger.waited(entry, layer, start, trace)
     return start != 0
 
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable
 import attrs
 
 from offload.core.batch import State
+from offload.entry import Entry
 from offload.errors import told
 from offload.logs import SLOW_NS, RateLimited
-from offload.ride import Ride
 from offload.trace import ASYNC_LANE, OpenRequest, Tracer
 from offload.trace.forward import ForwardTrace
 from offload.trace.pools import PoolUse
@@ -27,29 +27,29 @@ class Ledger:
     _failures: RateLimited = attrs.field(factory=RateLimited)
     _slow: RateLimited = attrs.field(factory=RateLimited)
 
-    def issued(self, rides: Iterable[Ride], now: int) -> None:
+    def issued(self, entries: Iterable[Entry], now: int) -> None:
         """Write down that requests are with a stream; each is counted once."""
-        for ride in rides:
-            if not ride.issued_ns:
-                ride.issued_ns = now
-                ride.counters.issue(ride.request.nbytes, now - ride.submitted_ns)
+        for entry in entries:
+            if not entry.issued_ns:
+                entry.issued_ns = now
+                entry.counters.issue(entry.request.nbytes, now - entry.submitted_ns)
 
-    def settled(self, ride: Ride, state: State) -> None:
+    def settled(self, entry: Entry, state: State) -> None:
         """Write down how a request ended."""
-        failed = ride.error if state is State.FAILED else None
+        failed = entry.error if state is State.FAILED else None
         cancelled = state is State.CANCELLED
-        ride.counters.settle(failed=failed, cancelled=cancelled)
+        entry.counters.settle(failed=failed, cancelled=cancelled)
         now, tracer = self.clock(), self.tracer
         if state is State.FAILED:
             why = None if failed is None else told(failed)
-            self._failures.warning("%r failed: %s", ride, why)
-        elif ride.issued_ns and now - ride.issued_ns > SLOW_NS:
-            self._slow.warning("%r took %.1f s", ride, (now - ride.issued_ns) / 1e9)
+            self._failures.warning("%r failed: %s", entry, why)
+        elif entry.issued_ns and now - entry.issued_ns > SLOW_NS:
+            self._slow.warning("%r took %.1f s", entry, (now - entry.issued_ns) / 1e9)
         if tracer is not None and tracer.active:
-            request = ride.request
+            request = entry.request
             tracer.request(
-                request.id, request.direction, ride.submitted_ns, ride.issued_ns,
-                now, request.nbytes, request.num_pages, state, ride.tags,
+                request.id, request.direction, entry.submitted_ns, entry.issued_ns,
+                now, request.nbytes, request.num_pages, state, entry.tags,
             )  # fmt: skip
             if state is not State.DONE:
                 self.mark("cancel" if cancelled else "error", failed, request=request.id)
@@ -65,10 +65,10 @@ class Ledger:
             self.tracer.mark(what, **args, **why)
 
     def waited(
-        self, ride: Ride, layer: int, start_ns: int, forward: ForwardTrace | None = None
+        self, entry: Entry, layer: int, start_ns: int, forward: ForwardTrace | None = None
     ) -> None:
         """Count a wait for a layer; `start_ns` is 0 when it did not have to wait. Any thread."""
-        counters, tracer = ride.counters, self.tracer
+        counters, tracer = entry.counters, self.tracer
         if not start_ns:
             counters.ready()
             if tracer is not None and tracer.active:
@@ -77,9 +77,9 @@ class Ledger:
         end = self.clock()
         counters.waited(end - start_ns)
         if forward is not None:
-            forward.waited(ride.request.id, layer, start_ns)
+            forward.waited(entry.request.id, layer, start_ns)
         elif tracer is not None and tracer.active:
-            tracer.wait(ride.request.id, ride.direction, layer, start_ns, end, ASYNC_LANE)
+            tracer.wait(entry.request.id, entry.direction, layer, start_ns, end, ASYNC_LANE)
 
     def begin_turn(self) -> int:
         """Return when a turn of the loop began; 0 when nobody wants to know."""
@@ -93,18 +93,18 @@ class Ledger:
             self._pools.sample(self.tracer, end)
 
 
-def open_requests(rides: Iterable[Ride]) -> list[OpenRequest]:
+def open_requests(entries: Iterable[Entry]) -> list[OpenRequest]:
     """Return the requests that have not settled, for a trace that is exported now. Any thread."""
     return [
         OpenRequest(
-            ride.request.id,
-            ride.direction,
-            ride.submitted_ns,
-            ride.issued_ns,
-            ride.request.nbytes,
-            ride.request.num_pages,
-            ride.tags,
+            entry.request.id,
+            entry.direction,
+            entry.submitted_ns,
+            entry.issued_ns,
+            entry.request.nbytes,
+            entry.request.num_pages,
+            entry.tags,
         )
-        for ride in rides
-        if ride.verdict() is None
+        for entry in entries
+        if entry.verdict() is None
     ]

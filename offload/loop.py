@@ -17,7 +17,7 @@ _NEVER_S = 1e8
 """Three years."""
 
 
-class Home:
+class LoopHandle:
     """The loop that was running when it was made.
 
     Nothing that a thread waits for may depend on it alone: a loop can stop, or be closed, at any time.
@@ -195,7 +195,7 @@ def _nothing() -> None:
     """What is posted only to see whether it can be."""
 
 
-class Nowhere(Home):
+class NoLoop(LoopHandle):
     """The loop of a scheduler that was not opened yet: it can do nothing."""
 
     _asyncio = None

@@ -53,7 +53,7 @@ class Place:
 
 
 @attrs.define(eq=False)
-class Line:
+class ParkingLot:
     """Waiters for room, by priority and then by arrival."""
 
     budget: Budget

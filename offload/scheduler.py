@@ -15,15 +15,15 @@ import anyio
 import attrs
 from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 
-from offload import acts
+from offload import actions
 from offload.admission import admit, submit_nowait
 from offload.closing import Closing, check_deadline
 from offload.core.kinds import Direction
 from offload.core.page_ids import PagesLike
 from offload.counters import Counters
+from offload.entry import Entry
 from offload.flight_warm import warm_up
 from offload.group import PagePair, PoolGroup
-from offload.ride import Ride
 from offload.shell import Shell
 from offload.statistics import Statistics
 from offload.submit import After, checked
@@ -48,7 +48,7 @@ class Scheduler:
         try:
             self._shell.open()
         except BaseException:
-            self._shell.tenancy.give_back()
+            self._shell.ownership.give_back()
             raise
         try:
             await warm_up(self._shell.driver, self._shell.router.cold())
@@ -108,7 +108,7 @@ class Scheduler:
             deadline: On the scheduler's clock, `now()`; not settled by then, it fails.
             after: What must have happened before the first byte moves: `"compute"` is what the compute
                 streams have queued by now; or an event, a stream, a sequence of them; `()` is nothing.
-            join: Ride on a running load of the same page pairs instead of copying again.
+            join: Share a running load of the same page pairs instead of copying again.
             io_backend: Overrides the scheduler's default.
             members: Pages of the group's members that have their own.
 
@@ -118,13 +118,13 @@ class Scheduler:
             SchedulerClosedError: It is closed.
             TimeoutError: The deadline passed while it was parked.
         """
-        self._shell.home.check("load")
-        ride = checked(
+        self._shell.loop.check("load")
+        entry = checked(
             self._shell, Direction.LOAD, host_pages, device_pages,
             priority=priority, deadline=deadline, after=after, join=join,
             io_backend=io_backend, members=members,
         )  # fmt: skip
-        return await self._submit(ride)
+        return await self._submit(entry)
 
     async def backup(
         self,
@@ -143,13 +143,13 @@ class Scheduler:
         Args:
             streaming: Copy each layer when `Transfer.layer_written` says that the forward has written it.
         """
-        self._shell.home.check("backup")
-        ride = checked(
+        self._shell.loop.check("backup")
+        entry = checked(
             self._shell, Direction.BACKUP, host_pages, device_pages,
             priority=priority, deadline=deadline, after=after, streaming=streaming,
             io_backend=io_backend, members=members,
         )  # fmt: skip
-        return await self._submit(ride)
+        return await self._submit(entry)
 
     def load_nowait(
         self,
@@ -164,13 +164,13 @@ class Scheduler:
         members: Mapping[str, PagePair] | None = None,
     ) -> Transfer:
         """Submit as `load` does; raise `anyio.WouldBlock` where that would park."""
-        self._shell.home.check("load_nowait")
-        ride = checked(
+        self._shell.loop.check("load_nowait")
+        entry = checked(
             self._shell, Direction.LOAD, host_pages, device_pages,
             priority=priority, deadline=deadline, after=after, join=join,
             io_backend=io_backend, members=members,
         )  # fmt: skip
-        return submit_nowait(self._shell, ride)
+        return submit_nowait(self._shell, entry)
 
     def backup_nowait(
         self,
@@ -185,41 +185,41 @@ class Scheduler:
         members: Mapping[str, PagePair] | None = None,
     ) -> Transfer:
         """Submit as `backup` does; raise `anyio.WouldBlock` where that would park."""
-        self._shell.home.check("backup_nowait")
-        ride = checked(
+        self._shell.loop.check("backup_nowait")
+        entry = checked(
             self._shell, Direction.BACKUP, host_pages, device_pages,
             priority=priority, deadline=deadline, after=after, streaming=streaming,
             io_backend=io_backend, members=members,
         )  # fmt: skip
-        return submit_nowait(self._shell, ride)
+        return submit_nowait(self._shell, entry)
 
-    async def _submit(self, ride: Ride) -> Transfer:
+    async def _submit(self, entry: Entry) -> Transfer:
         await checkpoint_if_cancelled()
-        if self._shell.line.open_for(ride.priority, ride.request.nbytes):
-            return admit(self._shell, ride)
-        if ride.hold is not None:
-            acts.let_go(self._shell, ride.hold.pieces)
+        if self._shell.parking.open_for(entry.priority, entry.request.nbytes):
+            return admit(self._shell, entry)
+        if entry.hold is not None:
+            actions.let_go(self._shell, entry.hold.pieces)
         woken = anyio.Event()
-        place = self._shell.line.enter(ride.priority, ride.request.nbytes, woken)
+        place = self._shell.parking.enter(entry.priority, entry.request.nbytes, woken)
         timer, alarm = self._shell.timer, None
-        if ride.request.deadline is not None:
-            alarm = timer.call_at(ride.request.deadline, place.expire)
+        if entry.request.deadline is not None:
+            alarm = timer.call_at(entry.request.deadline, place.expire)
         try:
             while True:
                 await woken.wait()
                 self._shell.refuse_closed()
                 if place.expired:
                     raise TimeoutError(
-                        f"the deadline of a {ride.direction} passed while it waited for room; "
+                        f"the deadline of a {entry.direction} passed while it waited for room; "
                         "nothing was submitted"
                     )
-                if self._shell.line.may_go(place):
-                    return admit(self._shell, ride)
+                if self._shell.parking.may_go(place):
+                    return admit(self._shell, entry)
                 place.event = woken = anyio.Event()
         finally:
             if alarm is not None:
                 timer.cancel(alarm)
-            self._shell.line.leave(place)
+            self._shell.parking.leave(place)
 
     def hold(self) -> AbstractContextManager[None]:
         """Keep back what this thread submits until the block ends; then it is one batch.
@@ -227,7 +227,7 @@ class Scheduler:
         Requests that follow others on the same pages are no part of it: they go when those have landed. On
         a loop the thread is that of all tasks: what others submit while the block awaits is kept back too.
         """
-        return acts.hold(self._shell)
+        return actions.hold(self._shell)
 
     # Questions ---------------------------------------------------------------------------------------
 
@@ -258,7 +258,7 @@ class Scheduler:
             device_pages, host_pages: Pages of the anchor's pools, and so of all members that follow it.
             members: Pages of the group's members that have their own; either side may be empty.
         """
-        if not self._shell.home.forked:
+        if not self._shell.loop.forked:
             self._shell.take_inbox(POSTS)
         return self._shell.busy(self._shell.places(device_pages, host_pages, members))
 
@@ -276,7 +276,7 @@ class Scheduler:
             RequestError: A request uses them that is kept back by the `hold` this wait is in.
         """
         shell = self._shell
-        shell.home.check("idle", "scheduler.from_thread.wait_idle")
+        shell.loop.check("idle", "scheduler.from_thread.wait_idle")
         await checkpoint()
         places = shell.places(device_pages, host_pages, members)
         await until_idle(shell, places)

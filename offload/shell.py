@@ -23,6 +23,7 @@ from typing import TypeAlias
 import anyio
 import attrs
 
+from offload.commands import carry_out, settle
 from offload.core.batch import Limits, State
 from offload.core.events import (
     Ended,
@@ -37,19 +38,18 @@ from offload.core.page_ids import PagesLike
 from offload.core.request import Pages
 from offload.counters import Counters
 from offload.driver.base import Driver
+from offload.entry import Entry
 from offload.errors import RequestError, SchedulerClosedError, counted
-from offload.flight import Bell, Flight
+from offload.flight import Flight, WaitingThreads
 from offload.group import PagePair, PoolGroup
-from offload.hands import obey, settle
 from offload.holding import Holds
 from offload.ledger import Ledger, open_requests
 from offload.logs import logger
-from offload.loop import Home, Nowhere
-from offload.parking import Line
-from offload.ride import Ride
+from offload.loop import LoopHandle, NoLoop
+from offload.ownership import PoolOwnership
+from offload.parking import ParkingLot
 from offload.route import Router
 from offload.statistics import DirectionStatistics, Statistics
-from offload.tenancy import Tenancy
 from offload.timer import Timer
 from offload.trace import Tracer
 from offload.trace.pools import PoolUse
@@ -76,7 +76,7 @@ class Shell:
 
     holds: Holds = attrs.field(factory=Holds)
     counters: Counters = attrs.field(factory=Counters)
-    bell: Bell = attrs.field(factory=Bell)
+    waiting_threads: WaitingThreads = attrs.field(factory=WaitingThreads)
     verdicts: AbstractContextManager[object] = attrs.field(factory=threading.RLock)
     """Held while the outcome of a request is decided; for a few reads, never longer."""
 
@@ -100,11 +100,11 @@ class Shell:
 
     machine: Machine = attrs.field(init=False)
     ledger: Ledger = attrs.field(init=False)
-    line: Line = attrs.field(init=False)
-    tenancy: Tenancy = attrs.field(init=False)
-    home: Home = attrs.field(factory=Nowhere)
+    parking: ParkingLot = attrs.field(init=False)
+    ownership: PoolOwnership = attrs.field(init=False)
+    loop: LoopHandle = attrs.field(factory=NoLoop)
     timer: Timer = attrs.field(init=False)
-    rides: dict[int, Ride] = attrs.field(factory=dict)
+    entries: dict[int, Entry] = attrs.field(factory=dict)
     """Those whose pages are still claimed."""
 
     flights: dict[int, Flight] = attrs.field(factory=dict)
@@ -124,8 +124,8 @@ class Shell:
         self.machine = Machine(self.group.num_layers, tables, self.limits)
         pools = PoolUse([member.host for member in self.group.members])
         self.ledger = Ledger(self.tracer, self.driver.now_ns, pools)
-        self.line = Line(self.machine.budget, self.limits.max_queued_bytes)
-        self.tenancy = Tenancy(self.group, self.machine, self.driver, self.flights)
+        self.parking = ParkingLot(self.machine.budget, self.limits.max_queued_bytes)
+        self.ownership = PoolOwnership(self.group, self.machine, self.driver, self.flights)
 
     def open(self) -> None:
         """Settle on the loop that runs now.
@@ -133,24 +133,24 @@ class Shell:
         Raises:
             RequestError: A pool or the tracer belongs to a scheduler that is open; or this was opened before.
         """
-        if not isinstance(self.home, Nowhere):
+        if not isinstance(self.loop, NoLoop):
             raise RequestError("a scheduler can be entered once. Call open_scheduler again.")
-        home = Home()
+        loop = LoopHandle()
         if self.tracer is not None:
-            self.tracer.take(lambda: home.closed)
+            self.tracer.take(lambda: loop.closed)
         try:
-            self.tenancy.take(home)
+            self.ownership.take(loop)
         except BaseException:
             if self.tracer is not None:
                 self.tracer.closed()
             raise
         self.machine.open()
-        self.home = home
-        self.timer = Timer(self.driver, self.home)
+        self.loop = loop
+        self.timer = Timer(self.driver, self.loop)
         if self.tracer is not None:
             self.tracer.clock = self.driver.now_ns
-            device, rides = str(self.group.anchor.device.device), self.rides
-            self.tracer.opened(device, lambda: open_requests(list(rides.values())))
+            device, entries = str(self.group.anchor.device.device), self.entries
+            self.tracer.opened(device, lambda: open_requests(list(entries.values())))
         logger.info("open: %r on %s, %s", self.group, self.driver.name, self.limits)
 
     def close(self) -> None:
@@ -160,8 +160,10 @@ class Shell:
             self.driver.close()
         finally:
             if self.fault is not None and all(flight.over for flight in self.flights.values()):
-                self.machine.forget(self.tenancy)  # what it had decided is void, and nothing moves
-            self.tenancy.give_back()
+                self.machine.forget(
+                    self.ownership
+                )  # what it had decided is void, and nothing moves
+            self.ownership.give_back()
             if self.tracer is not None:
                 self.tracer.closed()
 
@@ -176,7 +178,7 @@ class Shell:
     def dead(self) -> bool:
         """Whether the loop has ended under us: nothing will settle any more. Read by waiting threads."""
         if not self._dead:
-            self._dead = self.home.closed
+            self._dead = self.loop.closed
         return self._dead
 
     @property
@@ -191,13 +193,13 @@ class Shell:
 
     def described(self) -> str:
         """Return what every face's repr says of it."""
-        state = "closed" if self.closing else counted(len(self.rides), "transfer")
+        state = "closed" if self.closing else counted(len(self.entries), "transfer")
         return f"{self.group!r} on {self.driver.name}, {state}"
 
     def stop_intake(self) -> None:
         """Refuse what comes from now on, and who waits for room."""
         self.closing = True
-        self.line.refuse()
+        self.parking.refuse()
 
     def refuse_closed(self) -> None:
         """Raise if it is closed, or closing."""
@@ -223,8 +225,8 @@ class Shell:
 
     def check_may_block(self, what: str) -> None:
         """Raise if blocking this thread would stop the loop that has to end the wait."""
-        self.home.check_process(what)
-        if self.home.here and not self.dead:
+        self.loop.check_process(what)
+        if self.loop.here and not self.dead:
             raise RequestError(
                 f"this is the scheduler's own loop thread, and to {what} here would stop the loop. "
                 "Await instead (issued, layer, or the transfer itself), or wait in a worker thread."
@@ -244,7 +246,7 @@ class Shell:
             queued_bytes=budget.queued_bytes,
             inflight_requests=budget.inflight_requests,
             inflight_bytes=budget.inflight_bytes,
-            parked=self.line.parked,
+            parked=self.parking.parked,
             batches=self.batches,
         )
 
@@ -288,16 +290,16 @@ class Shell:
             asked = self._turn_due
             flight.heard = self.ask_for_turn() and not asked
         if flight.over and not flight.heard and self.dead:
-            self.tenancy.bury()
+            self.ownership.release_after_loop()
 
     def ask_for_turn(self) -> bool:
         """Have the news taken soon; return whether there is a loop to do it. Any thread."""
-        return self._turn_due or self._ask(self.home.post)
+        return self._turn_due or self._ask(self.loop.post)
 
     def ask_here(self) -> None:
         """Do the same from the loop's own thread."""
         if not self._turn_due:
-            self._ask(self.home.soon)
+            self._ask(self.loop.soon)
 
     def _ask(self, post: Callable[[Callable[[], object]], bool]) -> bool:
         self._turn_due = True
@@ -308,7 +310,7 @@ class Shell:
             raise
         if not posted:
             self._dead = True
-            self.bell.alarm()
+            self.waiting_threads.wake_all()
         return posted
 
     def _turn(self) -> None:
@@ -331,8 +333,8 @@ class Shell:
                 more = self.vacancies.wake(_PER_TURN) or more
             if more or self._arrivals:
                 self.ask_here()
-            if self.line.parked:
-                self.line.wake()
+            if self.parking.parked:
+                self.parking.wake()
         except BaseException as error:  # noqa: BLE001 - raised where the scheduler is left
             self._break(error)
         if start:
@@ -365,8 +367,8 @@ class Shell:
         over, error, landed = flight.over, flight.error, flight.landed_layers
         batch = flight.batch
         if flight.issue_watched:
-            for ride in flight.rides:
-                ride.wake(flight.issued_layers)
+            for entry in flight.entries:
+                entry.wake(flight.issued_layers)
         if landed > batch.landed and (error is not None or not over):
             self.handle(Landed(batch.id, landed))
         if error is not None and not batch.failed:
@@ -377,13 +379,13 @@ class Shell:
                 self.ledger.uncounted(flight.uncounted)
             self.handle(Ended(batch.id, landed, flight.untouched))
             del self.flights[batch.id]
-            flight.rides.clear()  # they refer to it too
+            flight.entries.clear()  # they refer to it too
             if self.vacancies:
                 self.vacancies.vacate(ANYBODY)
             if self.changed:
                 self.notify()
 
-    def submit(self, ride: Ride) -> None:
+    def submit(self, entry: Entry) -> None:
         """Tell the machine of a request; it may settle at once.
 
         Raises:
@@ -396,11 +398,11 @@ class Shell:
             )
         self.deciding = True
         try:
-            commands = self.machine.handle(ride.request)
-            self.rides[ride.request.id] = ride
-            ride.counters.admit()
+            commands = self.machine.handle(entry.request)
+            self.entries[entry.request.id] = entry
+            entry.counters.admit()
             for command in commands:
-                obey(self, command)
+                carry_out(self, command)
         except BaseException as error:
             self._undecided(error)
             raise
@@ -417,7 +419,7 @@ class Shell:
         self.deciding = True
         try:
             for command in self.machine.handle(event):
-                obey(self, command)
+                carry_out(self, command)
         except BaseException as error:
             self._undecided(error)
             raise
@@ -454,10 +456,10 @@ class Shell:
     def _give_up(self, error: BaseException) -> None:
         """Settle everything as failed and refuse everything; no page is unlocked any more."""
         self.stop_intake()
-        for ride in list(self.rides.values()):
-            for each in (ride, *(ride.joined or ())):
+        for entry in list(self.entries.values()):
+            for each in (entry, *(entry.joined or ())):
                 settle(self, each, State.FAILED, error)
-            ride.wake()  # it may have settled before, and wait for its pages
-        self.bell.alarm()
+            entry.wake()  # it may have settled before, and wait for its pages
+        self.waiting_threads.wake_all()
         self.vacancies.wake_all()
         self.notify()

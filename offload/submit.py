@@ -1,6 +1,6 @@
 """The first half of a submit: every check, in the caller's frame, before anything is queued.
 
-What comes out is a `Ride` without a number: checked, resolved, stamped, with the compute marks recorded on the
+What comes out is a `Entry` without a number: checked, resolved, stamped, with the compute marks recorded on the
 thread that called. Nothing in it belongs to the loop yet, so any thread may make one.
 """
 
@@ -14,9 +14,9 @@ from offload.core.kinds import Direction
 from offload.core.page_ids import PagesLike
 from offload.core.request import PATIENCE, Request, due
 from offload.driver.base import Driver, Event
+from offload.entry import Entry
 from offload.errors import RequestError
 from offload.group import PagePair
-from offload.ride import Ride
 
 if TYPE_CHECKING:
     from offload.shell import Shell
@@ -38,7 +38,7 @@ def checked(
     streaming: bool = False,
     io_backend: str | None = None,
     members: Mapping[str, PagePair] | None = None,
-) -> Ride:
+) -> Entry:
     """Check a request and resolve its pair. Any thread.
 
     Raises:
@@ -70,7 +70,7 @@ def checked(
         streaming,
         0 if streaming else len(marks) + (hold is not None),
     )
-    return Ride(
+    return Entry(
         shell,
         request,
         shell.counters.of(direction),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from offload import acts
+from offload import actions
 from offload.admission_thread import call, submit, submit_nowait
 from offload.core.kinds import Direction
 from offload.core.page_ids import PagesLike
@@ -95,12 +95,12 @@ class ThreadFace:
         members: Mapping[str, PagePair] | None = None,
     ) -> Transfer:
         """Submit a load; raise `anyio.WouldBlock` where `load` would wait for room."""
-        ride = checked(
+        entry = checked(
             self._shell, Direction.LOAD, host_pages, device_pages,
             priority=priority, deadline=deadline, after=after, join=join,
             io_backend=io_backend, members=members,
         )  # fmt: skip
-        return submit_nowait(self._shell, ride)
+        return submit_nowait(self._shell, entry)
 
     def backup_nowait(
         self,
@@ -115,19 +115,19 @@ class ThreadFace:
         members: Mapping[str, PagePair] | None = None,
     ) -> Transfer:
         """Submit a backup; raise `anyio.WouldBlock` where `backup` would wait for room."""
-        ride = checked(
+        entry = checked(
             self._shell, Direction.BACKUP, host_pages, device_pages,
             priority=priority, deadline=deadline, after=after, streaming=streaming,
             io_backend=io_backend, members=members,
         )  # fmt: skip
-        return submit_nowait(self._shell, ride)
+        return submit_nowait(self._shell, entry)
 
     def hold(self) -> AbstractContextManager[None]:
         """Keep back what this thread submits until the block ends; then it is one batch.
 
         Requests that follow others on the same pages are no part of it: they go when those have landed.
         """
-        return acts.hold(self._shell)
+        return actions.hold(self._shell)
 
     def now(self) -> float:
         """Return the time in seconds on the clock of deadlines."""

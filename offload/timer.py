@@ -9,7 +9,7 @@ from heapq import heapify, heappop, heappush
 import attrs
 
 from offload.driver.base import Driver
-from offload.loop import Home
+from offload.loop import LoopHandle
 
 _SWEEP = 256
 """Forgotten alarms below which a sweep is not worth it."""
@@ -32,7 +32,7 @@ class Timer:
     """Calls back on the loop's thread when the driver's clock passes a time."""
 
     _driver: Driver
-    _home: Home
+    _home: LoopHandle
     _heap: list[Alarm] = attrs.field(factory=list)
     _cancelled: int = 0
     _count: itertools.count[int] = attrs.field(factory=itertools.count)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 
-from offload import acts, waits
+from offload import actions, waits
 from offload.core.batch import State
 from offload.core.kinds import Direction
-from offload.ride import RELEASED, SETTLED, Ride
+from offload.entry import RELEASED, SETTLED, Entry
 
 
 class Transfer:
@@ -17,55 +17,55 @@ class Transfer:
     `fence` and `result` are for threads.
     """
 
-    __slots__ = ("__weakref__", "_ride")
+    __slots__ = ("__weakref__", "_entry")
 
-    def __init__(self, ride: Ride, /) -> None:
-        self._ride = ride
+    def __init__(self, entry: Entry, /) -> None:
+        self._entry = entry
 
     # What it is ----------------------------------------------------------------------------------
 
     @property
     def direction(self) -> Direction:
         """Load or backup."""
-        return self._ride.request.direction
+        return self._entry.request.direction
 
     @property
     def id(self) -> int:
-        """Its number, as in traces. Transfers that ride on one copy share it."""
-        return self._ride.request.id
+        """Its number, as in traces. Transfers that share one copy share it."""
+        return self._entry.request.id
 
     @property
     def num_layers(self) -> int:
         """Layers of the model."""
-        return self._ride.num_layers
+        return self._entry.num_layers
 
     @property
     def nbytes(self) -> int:
         """Bytes that it moves, over all layers and pools."""
-        return self._ride.request.nbytes
+        return self._entry.request.nbytes
 
     @property
     def tags(self) -> Mapping[str, str | int | float | bool | None]:
         """Its labels in traces, as the tracer's `labels` gave them at submit; empty without a tracer."""
-        return self._ride.tags or {}
+        return self._entry.tags or {}
 
     @property
     def state(self) -> State:
         """Queued, issued or draining; or done, failed or cancelled."""
-        return self._ride.state
+        return self._entry.state
 
     @property
     def done(self) -> bool:
         """Whether it has settled: landed, failed or cancelled. True as soon as any thread saw it."""
-        return self._ride.verdict() is not None
+        return self._entry.verdict() is not None
 
     @property
     def landed_layers(self) -> int:
         """How many layers have landed."""
-        return sum(map(self._ride.landed, range(self.num_layers)))
+        return sum(map(self._entry.landed, range(self.num_layers)))
 
     def __repr__(self) -> str:
-        return repr(self._ride)
+        return repr(self._entry)
 
     # Waiting in a task -----------------------------------------------------------------------------
 
@@ -79,8 +79,8 @@ class Transfer:
         return self._settled().__await__()
 
     async def _settled(self) -> None:
-        await waits.until(self._ride, SETTLED, self._ride.quiet)
-        self._ride.raise_if_over()
+        await waits.until(self._entry, SETTLED, self._entry.quiet)
+        self._entry.raise_if_over()
 
     async def issued(self, layer: int | str | None = None) -> None:
         """Wait until a layer (default: the first) is on its stream, so that a fence can order it.
@@ -88,10 +88,10 @@ class Transfer:
         Raises:
             TransferFailed: It failed or was cancelled before.
         """
-        ride, index = self._ride, 0 if layer is None else self._index(layer)
-        await waits.until(ride, index, lambda: ride.issued(index) or ride.over())
-        if not ride.issued(index):
-            ride.raise_if_over()
+        entry, index = self._entry, 0 if layer is None else self._index(layer)
+        await waits.until(entry, index, lambda: entry.issued(index) or entry.over())
+        if not entry.issued(index):
+            entry.raise_if_over()
 
     async def layer(self, layer: int | str) -> None:
         """Wait until a layer has landed. Cancelling the wait does not cancel the transfer.
@@ -99,12 +99,12 @@ class Transfer:
         Raises:
             TransferFailed: It failed or was cancelled before that layer landed.
         """
-        ride, index = self._ride, self._index(layer)
-        start = ride.shell.driver.now_ns()
-        suspended = await waits.until(ride, index, lambda: ride.landed(index) or ride.over())
-        if not ride.landed(index):
-            ride.raise_if_over()
-        ride.shell.ledger.waited(ride, index, start if suspended else 0)
+        entry, index = self._entry, self._index(layer)
+        start = entry.shell.driver.now_ns()
+        suspended = await waits.until(entry, index, lambda: entry.landed(index) or entry.over())
+        if not entry.landed(index):
+            entry.raise_if_over()
+        entry.shell.ledger.waited(entry, index, start if suspended else 0)
 
     async def source_reusable(self) -> None:
         """Wait until no copy of it can read its source pages any more, however it ended.
@@ -112,10 +112,10 @@ class Transfer:
         Raises:
             TransferFailed: The device is lost: that can never be known.
         """
-        ride = self._ride
-        await waits.until(ride, RELEASED, lambda: ride.released or ride.shell.stuck is not None)
-        if not ride.released:
-            raise ride.failure(ride.shell.stuck)
+        entry = self._entry
+        await waits.until(entry, RELEASED, lambda: entry.released or entry.shell.stuck is not None)
+        if not entry.released:
+            raise entry.failure(entry.shell.stuck)
 
     # Waiting in a thread ---------------------------------------------------------------------------
 
@@ -129,19 +129,19 @@ class Transfer:
                 layer has not landed.
         """
         index = self._index(layer)
-        self._note(index, waits.for_layer(self._ride, index, timeout))
+        self._note(index, waits.for_layer(self._entry, index, timeout))
 
     def wait_issued(self, layer: int | str | None = None, timeout: float | None = None) -> None:
         """Block this thread until a layer (default: the first) is on its stream. Raises as `wait_layer`."""
-        ride, index = self._ride, 0 if layer is None else self._index(layer)
+        entry, index = self._entry, 0 if layer is None else self._index(layer)
         if layer is not None:
-            ride.follow_layers()
-        waits.for_issue(ride, index, timeout)
+            entry.follow_layers()
+        waits.for_issue(entry, index, timeout)
 
     def wait_source_reusable(self, timeout: float | None = None) -> None:
         """Block this thread until no copy of it can read its source pages any more."""
-        ride = self._ride
-        waits.block(ride, lambda: ride.released, "its pages", timeout, whatever=True)
+        entry = self._entry
+        waits.block(entry, lambda: entry.released, "its pages", timeout, whatever=True)
 
     def result(self, timeout: float | None = None) -> None:
         """Block this thread until it has settled. Raises as `wait_layer`, and what `await` raises.
@@ -149,13 +149,13 @@ class Transfer:
         With `start_scheduler` its pages are free of traffic then, as after an `await`. On a loop of
         yours, which may be busy, they are when the loop next runs: see `wait_source_reusable`.
         """
-        ride, shell = self._ride, self._ride.shell
+        entry, shell = self._entry, self._entry.shell
 
         def reached() -> bool:
-            return ride.quiet() or (self.done and (not shell.private or shell.over))
+            return entry.quiet() or (self.done and (not shell.private or shell.over))
 
-        waits.block(ride, reached, "it to settle", timeout, whatever=True)
-        ride.raise_if_over()
+        waits.block(entry, reached, "it to settle", timeout, whatever=True)
+        entry.raise_if_over()
 
     def fence(self, layer: int | str, timeout: float | None = None) -> None:
         """Order this thread's compute stream after a layer; where compute is the thread, wait for it.
@@ -169,7 +169,7 @@ class Transfer:
             TimeoutError: Not within `timeout` seconds.
         """
         index = self._index(layer)
-        self._note(index, waits.fence(self._ride, index, timeout))
+        self._note(index, waits.fence(self._entry, index, timeout))
 
     # Acting ------------------------------------------------------------------------------------------
 
@@ -179,7 +179,7 @@ class Transfer:
         Copies already issued drain unseen, and its pages stay locked so long. From another thread than the
         loop's it is settled when the call returns, and what is queued is withdrawn when the loop next runs.
         """
-        acts.cancel(self._ride)
+        actions.cancel(self._entry)
 
     def layer_written(self, layer: int | str) -> None:
         """Say that the forward has written a layer, so that its backup may start. Any thread, once a layer.
@@ -190,10 +190,10 @@ class Transfer:
             RequestError: It is no streaming backup, the layer was written before, or the stream is
                 capturing a graph.
         """
-        acts.layer_written(self._ride, self._index(layer))
+        actions.layer_written(self._entry, self._index(layer))
 
     def _note(self, layer: int, start_ns: int) -> None:
-        self._ride.shell.ledger.waited(self._ride, layer, start_ns)
+        self._entry.shell.ledger.waited(self._entry, layer, start_ns)
 
     def _index(self, layer: int | str) -> int:
-        return self._ride.shell.group.layer(layer)
+        return self._entry.shell.group.layer(layer)

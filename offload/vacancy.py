@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import attrs
 from anyio.lowlevel import checkpoint
 
-from offload import acts
+from offload import actions
 from offload.admission_thread import call
 from offload.errors import RequestError
 from offload.flight import LOOK_S
@@ -91,8 +91,8 @@ async def until_idle(shell: Shell, places: Places) -> None:
     while shell.busy(places):
         if shell.stuck is not None:
             raise shell.closed_error("wait for idle pages") from shell.stuck
-        acts.refuse_waiting_for(shell, places)
-        signal = shell.home.signal()
+        actions.refuse_waiting_for(shell, places)
+        signal = shell.loop.signal()
         with shell.vacancies.entered(_in_the_way(shell, places), signal):
             await signal.wait()
         shell.catch_up()
@@ -117,7 +117,7 @@ def block_until_idle(shell: Shell, places: Places, timeout: float | None) -> Non
         if holder is None:
             break
         try:
-            acts.refuse_waiting_for(shell, places)
+            actions.refuse_waiting_for(shell, places)
             if not _slept(shell, bed, end):
                 raise TimeoutError(f"pages are still busy after {timeout} s")
         finally:

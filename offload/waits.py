@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 from anyio.lowlevel import checkpoint
 
-from offload.acts import refuse_waiting
+from offload.actions import refuse_waiting
+from offload.entry import Entry
 from offload.errors import RequestError
-from offload.ride import Ride
 
 
-async def until(ride: Ride, what: int, reached: Callable[[], bool]) -> bool:
+async def until(entry: Entry, what: int, reached: Callable[[], bool]) -> bool:
     """Suspend until `reached()`, true also when what it waits for can no longer come; return whether it did.
 
     Args:
@@ -20,28 +20,28 @@ async def until(ride: Ride, what: int, reached: Callable[[], bool]) -> bool:
     Raises:
         RequestError: The caller is not on the scheduler's loop, or keeps the request back himself.
     """
-    shell = ride.shell
-    shell.home.check("await", "wait_layer, wait_issued, wait_source_reusable or result")
+    shell = entry.shell
+    shell.loop.check("await", "wait_layer, wait_issued, wait_source_reusable or result")
     suspended = False
     while not reached():
         if shell.holds.current() is not None:
-            refuse_waiting(ride)
-        signal = shell.home.signal()
-        ride.enter(signal, what)
+            refuse_waiting(entry)
+        signal = shell.loop.signal()
+        entry.enter(signal, what)
         try:
             if what >= 0 and reached():  # what flights published before they knew of the waiter
                 break
             suspended = True
             await signal.wait()
         finally:
-            ride.leave(signal)
+            entry.leave(signal)
     if not suspended:
         await checkpoint()
     return suspended
 
 
 def block(
-    ride: Ride,
+    entry: Entry,
     reached: Callable[[], bool],
     what: str,
     timeout: float | None,
@@ -62,42 +62,44 @@ def block(
     if reached():
         return
     if not whatever:
-        ride.raise_if_over()
-    shell = ride.shell
+        entry.raise_if_over()
+    shell = entry.shell
     shell.check_may_block(f"wait for {what}")
     check_timeout(timeout)
-    refuse_waiting(ride)
+    refuse_waiting(entry)
 
     def news() -> bool:
-        return reached() or (not whatever and ride.over())
+        return reached() or (not whatever and entry.over())
 
     def arrived() -> bool:
         return news() or shell.over
 
-    if not shell.bell.wait(arrived, timeout, news=news, issue=issue):
-        raise TimeoutError(f"{ride!r}: {timeout} s passed while waiting for {what}")
+    if not shell.waiting_threads.wait(arrived, timeout, news=news, issue=issue):
+        raise TimeoutError(f"{entry!r}: {timeout} s passed while waiting for {what}")
     if not reached():
-        ride.raise_if_over()
-        raise ride.failure(shell.stuck or RuntimeError("the event loop of its scheduler has ended"))
+        entry.raise_if_over()
+        raise entry.failure(
+            shell.stuck or RuntimeError("the event loop of its scheduler has ended")
+        )
 
 
-def for_layer(ride: Ride, layer: int, timeout: float | None = None) -> int:
+def for_layer(entry: Entry, layer: int, timeout: float | None = None) -> int:
     """Block this thread until a layer has landed; return when a wait that blocked began, in ns, else 0."""
-    if ride.landed(layer):
+    if entry.landed(layer):
         return 0
-    ride.follow_layers()
-    start = ride.shell.driver.now_ns()
-    block(ride, lambda: ride.landed(layer), f"layer {layer} to land", timeout)
+    entry.follow_layers()
+    start = entry.shell.driver.now_ns()
+    block(entry, lambda: entry.landed(layer), f"layer {layer} to land", timeout)
     return start
 
 
-def for_issue(ride: Ride, layer: int, timeout: float | None = None) -> None:
+def for_issue(entry: Entry, layer: int, timeout: float | None = None) -> None:
     """Block this thread until a layer is on its stream."""
     what = f"layer {layer} to be issued"
-    block(ride, lambda: ride.issued(layer), what, timeout, issue=True)
+    block(entry, lambda: entry.issued(layer), what, timeout, issue=True)
 
 
-def fence(ride: Ride, layer: int, timeout: float | None = None) -> int:
+def fence(entry: Entry, layer: int, timeout: float | None = None) -> int:
     """Order this thread's compute stream after a layer; where compute is the thread, wait for it.
 
     Returns:
@@ -107,19 +109,19 @@ def fence(ride: Ride, layer: int, timeout: float | None = None) -> int:
         RequestError: The stream is capturing a graph; and as `block` does.
         TransferFailed: It is known to have failed or to have been cancelled.
     """
-    driver = ride.shell.driver
+    driver = entry.shell.driver
     if not driver.fences:
-        return for_layer(ride, layer, timeout)
+        return for_layer(entry, layer, timeout)
     if driver.capturing():
         raise RequestError(
             "fence was called on a stream that captures a graph, and a wait made now would be "
             "lost or would break the capture. Fence just before the replay."
         )
-    ride.follow_layers()
-    while not ride.landed(layer):
-        for_issue(ride, layer, timeout)
-        flight = ride.flight_of(layer)
-        event = None if flight is None else flight.fence(ride.request.id, layer)
+    entry.follow_layers()
+    while not entry.landed(layer):
+        for_issue(entry, layer, timeout)
+        flight = entry.flight_of(layer)
+        event = None if flight is None else flight.fence(entry.request.id, layer)
         if event is not None:
             driver.compute_stream().wait(event)
             break

@@ -15,7 +15,7 @@ import offload
 from offload.core.batch import Batch
 from offload.core.budget import Budget
 from offload.core.machine import Machine
-from offload.loop import Home
+from offload.loop import LoopHandle
 from offload.shell import Shell
 from offload.testing import Hooks, SimDriver, ThreadsDriver
 from tests.sched import (
@@ -198,7 +198,7 @@ def test_a_signal_that_interrupts_a_submit_leaves_nothing_behind() -> None:
         ) as scheduler:
             scheduler.load(host_pages=[0], device_pages=[0]).wait_issued(timeout=5.0)
             scheduler.load(host_pages=[1], device_pages=[1])
-            line = scheduler._shell.line
+            line = scheduler._shell.parking
 
             def interrupt() -> None:
                 while not line.parked:
@@ -256,7 +256,7 @@ def test_a_signal_that_interrupts_the_start_leaves_nothing_running() -> None:
         ("cancel", Budget, "dequeue"),
         ("cancel", Machine, "_move"),
         ("cancel", Machine, "_leave"),
-        ("cancel", Home, "post"),
+        ("cancel", LoopHandle, "post"),
     ],
 )
 @pytest.mark.parametrize("loop", ["asyncio", "trio", "uvloop"])
@@ -350,8 +350,8 @@ async def test_those_who_left_the_line_leave_nothing_behind() -> None:
                 group.start_soon(park, scheduler, 3600.0)
                 await anyio.wait_all_tasks_blocked()
                 group.cancel_scope.cancel()
-        assert shell.line.parked == 0
-        assert len(shell.line._heap) < 300
+        assert shell.parking.parked == 0
+        assert len(shell.parking._heap) < 300
         assert len(shell.timer._heap) < 300
         gate.open()
         await sim.run_until_idle()

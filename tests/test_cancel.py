@@ -378,14 +378,14 @@ async def test_a_thread_cancels_one_of_those_who_ride_together(who: int) -> None
 def taken_back(load: offload.Transfer) -> list[str]:
     """Watch a transfer in a thread until it has settled, and a little longer; return what it took back."""
     found, most = [], 0
-    while load._ride.verdict() is None:
+    while load._entry.verdict() is None:
         landed = load.landed_layers
         if landed < most:
             found.append(f"{landed} layers after {most}")
         most = max(most, landed)
-    verdict = load._ride.verdict()
+    verdict = load._entry.verdict()
     for _ in range(20):
-        now, landed = load._ride.verdict(), load.landed_layers
+        now, landed = load._entry.verdict(), load.landed_layers
         if now is not verdict or landed < most:
             found.append(f"{now}, {landed} layers after {verdict}, {most}")
     return found

@@ -343,9 +343,9 @@ def test_a_turn_that_a_loop_was_asked_for_and_never_took_holds_no_worker() -> No
         await first.layer(0)
         while len(scheduler._shell.flights) < 2:
             await anyio.lowlevel.checkpoint()
-        home = scheduler._shell.home
+        loop = scheduler._shell.loop
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(home, "post", lambda callback: True)
+            patch.setattr(loop, "post", lambda callback: True)
             gates[0].open()
             gates[1].wait_arrived()
 
@@ -379,9 +379,9 @@ def test_a_loop_that_ends_under_a_scheduler_lets_its_pools_go(loop: str, busy: s
         await load.layer(2)
         if busy == "heard":
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(scheduler._shell.home, "post", lambda callback: True)
+                patch.setattr(scheduler._shell.loop, "post", lambda callback: True)
                 gate.open()
-                while not load._ride.flight_of(0).over:  # type: ignore[union-attr]
+                while not load._entry.flight_of(0).over:  # type: ignore[union-attr]
                     os.sched_yield()
             return
         gate.open()

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 
 import offload
-from offload.flight import Bell, Flight
+from offload.flight import Flight, WaitingThreads
 from offload.shell import Shell
 from offload.testing import Hooks, ThreadsDriver
 from tests.sched import on_both, threads_scheduler
@@ -51,11 +51,11 @@ async def test_a_flight_that_breaks_tells_of_its_error_and_of_its_end(
 
 
 class Asleep:
-    """A thread that waits at a bell for a number of layers."""
+    """A thread that waits at a waiting_threads for a number of layers."""
 
     def __init__(
         self,
-        bell: Bell,
+        waiting_threads: WaitingThreads,
         landed: Callable[[], bool],
         news: Callable[[], bool],
         *,
@@ -66,7 +66,7 @@ class Asleep:
         self.looks = threading.Semaphore(0)
         self._landed = landed
         self.thread = threading.Thread(
-            target=lambda: bell.wait(self._look, timeout=30.0, news=news, issue=issue)
+            target=lambda: waiting_threads.wait(self._look, timeout=30.0, news=news, issue=issue)
         )
         self.thread.start()
         self.looks.acquire()
@@ -79,51 +79,53 @@ class Asleep:
 
 
 @pytest.fixture
-def bell(monkeypatch: pytest.MonkeyPatch) -> Bell:
-    """Return a bell at which nobody looks by himself."""
+def waiting_threads(monkeypatch: pytest.MonkeyPatch) -> WaitingThreads:
+    """Return waiting threads of which nobody looks by itself."""
     monkeypatch.setattr("offload.flight.LOOK_S", 30.0)
-    return Bell()
+    return WaitingThreads()
 
 
-def test_a_bell_wakes_nobody_who_has_to_go_on_waiting(bell: Bell) -> None:
+def test_a_landing_wakes_nobody_who_has_to_go_on_waiting(waiting_threads: WaitingThreads) -> None:
     """Of eight threads that wait for one layer each, a landing wakes the one whose layer it is."""
     landed = set[int]()
     asleep = []
     for layer in range(8):
         here = partial(landed.__contains__, layer)
-        asleep.append(Asleep(bell, here, here))
+        asleep.append(Asleep(waiting_threads, here, here))
     for layer, each in enumerate(asleep):
         landed.add(layer)
-        bell.ring()
+        waiting_threads.wake()
         each.thread.join()
         assert [len(other.looked) for other in asleep] == [2] * (layer + 1) + [1] * (7 - layer)
-    assert not bell.waiting
+    assert not waiting_threads.waiters
 
 
 @pytest.mark.parametrize("issue", [True, False])
-def test_an_issue_wakes_those_who_wait_for_one(bell: Bell, issue: bool) -> None:
+def test_an_issue_wakes_those_who_wait_for_one(
+    waiting_threads: WaitingThreads, issue: bool
+) -> None:
     """Others hear when something has landed."""
     done = threading.Event()
-    asleep = Asleep(bell, done.is_set, done.is_set, issue=issue)
+    asleep = Asleep(waiting_threads, done.is_set, done.is_set, issue=issue)
     done.set()
-    bell.ring_issued()
+    waiting_threads.wake_for_issue()
     if not issue:
         assert asleep.looked == [False]
-        bell.ring()
+        waiting_threads.wake()
     asleep.thread.join()
     assert asleep.looked == [False, True]
 
 
-@pytest.mark.parametrize("ring", [Bell.ring, Bell.alarm])
+@pytest.mark.parametrize("wake", [WaitingThreads.wake, WaitingThreads.wake_all])
 def test_whoever_cannot_say_what_is_news_is_woken_each_time(
-    bell: Bell, ring: Callable[[Bell], None]
+    waiting_threads: WaitingThreads, wake: Callable[[WaitingThreads], None]
 ) -> None:
-    """So is everybody by an alarm."""
+    """So is everybody by `wake_all`."""
     done = threading.Event()
-    asleep = Asleep(bell, done.is_set, lambda: ring is Bell.ring)
-    ring(bell)
+    asleep = Asleep(waiting_threads, done.is_set, lambda: wake is WaitingThreads.wake)
+    wake(waiting_threads)
     asleep.looks.acquire()
     done.set()
-    ring(bell)
+    wake(waiting_threads)
     asleep.thread.join()
     assert asleep.looked == [False, False, True]

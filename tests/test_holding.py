@@ -55,7 +55,7 @@ async def held_behind(bed: Bed) -> offload.Transfer:
 
 
 async def held_as_rider(bed: Bed) -> offload.Transfer:
-    """Return a load that rides on one that the hold keeps back."""
+    """Return a load that shares one that the hold keeps back."""
     await bed.scheduler.load(host_pages=[0], device_pages=[0])
     return await bed.scheduler.load(host_pages=[0], device_pages=[0], join=True)
 

@@ -1,4 +1,4 @@
-"""Joining: several loads of the same pages ride on one copy, each with a life of its own."""
+"""Joining: several loads of the same pages share one copy, each with a life of its own."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tests.sched import Bed, contents, on_both, sim_scheduler, state
 from tests.test_cancel import outcome
 
 
-async def lead_and_riders(bed: Bed, riders: int = 1) -> list[offload.Transfer]:
+async def lead_and_joiners(bed: Bed, joiners: int = 1) -> list[offload.Transfer]:
     """Submit a load and others that join it."""
     return [
         await bed.scheduler.load(host_pages=[3, 4], device_pages=[0, 1], join=True)
-        for _ in range(1 + riders)
+        for _ in range(1 + joiners)
     ]
 
 
@@ -28,13 +28,13 @@ async def test_joined_loads_move_the_bytes_once(landed: int) -> None:
         lead = await bed.scheduler.load(host_pages=[3, 4], device_pages=[0, 1])
         if landed:
             await bed.sim.advance_to_layer(landed)
-        riders = (await lead_and_riders(bed, 2))[1:]
-        for rider in riders:
-            assert rider.landed_layers == landed
-            await_layers = [await outcome(rider.layer(layer)) for layer in range(landed)]
+        joiners = (await lead_and_joiners(bed, 2))[1:]
+        for joiner in joiners:
+            assert joiner.landed_layers == landed
+            await_layers = [await outcome(joiner.layer(layer)) for layer in range(landed)]
             assert await_layers == ["done"] * landed
         await bed.sim.run_until_idle()
-        assert [await outcome(each) for each in (lead, *riders)] == ["done"] * 3
+        assert [await outcome(each) for each in (lead, *joiners)] == ["done"] * 3
         numbers = bed.scheduler.statistics().load
         assert numbers.nbytes == lead.nbytes
         assert (numbers.submitted, numbers.settled) == (4, 4)
@@ -58,7 +58,7 @@ async def test_each_is_cancelled_alone(who: int, landed: int) -> None:
     """Cancelling one, the first or a later one, leaves the copy to the others."""
     async with sim_scheduler() as bed:
         before = contents(bed.host, [3, 4])
-        all_of_them = await lead_and_riders(bed, 2)
+        all_of_them = await lead_and_joiners(bed, 2)
         if landed:
             await bed.sim.advance_to_layer(landed)
         all_of_them[who].cancel()
@@ -80,7 +80,7 @@ async def test_the_copy_is_cancelled_when_the_last_one_leaves() -> None:
     """When all have left, the rest of the copy is not made."""
     hooks = Hooks()
     async with sim_scheduler(hooks=hooks) as bed:
-        all_of_them = await lead_and_riders(bed, 2)
+        all_of_them = await lead_and_joiners(bed, 2)
         await bed.sim.advance_to_layer(1)
         for each in (all_of_them[1], all_of_them[0], all_of_them[2]):
             each.cancel()
@@ -92,11 +92,11 @@ async def test_the_copy_is_cancelled_when_the_last_one_leaves() -> None:
 
 @on_both
 async def test_a_failure_fails_all() -> None:
-    """When the copy fails, everybody who rides on it hears the cause."""
+    """When the copy fails, everybody who shares it hears the cause."""
     hooks = Hooks()
     hooks.fail(OSError("no"), layer=2)
     async with sim_scheduler(hooks=hooks) as bed:
-        all_of_them = await lead_and_riders(bed, 2)
+        all_of_them = await lead_and_joiners(bed, 2)
         await bed.sim.run_until_idle()
         ends = [await outcome(each) for each in all_of_them]
         assert ends == ["failed at 2: OSError('no')"] * 3
@@ -169,18 +169,18 @@ async def test_a_write_in_between_is_not_skipped(between: str) -> None:
 @pytest.mark.parametrize("landed", [0, 2])
 @on_both
 async def test_a_load_whose_lead_was_cancelled_is_joined_while_it_is_copied(landed: int) -> None:
-    """As long as somebody rides on a copy, others may: whoever asked for it first."""
+    """As long as somebody shares a copy, others may: whoever asked for it first."""
     async with sim_scheduler() as bed:
         before = contents(bed.host, [3, 4])
-        lead, rider = await lead_and_riders(bed)
+        lead, joiner = await lead_and_joiners(bed)
         lead.cancel()
         if landed:
             await bed.sim.advance_to_layer(landed)
-        (late,) = await lead_and_riders(bed, 0)
-        assert (late.id, late.landed_layers) == (rider.id, landed)
-        rider.cancel()
+        (late,) = await lead_and_joiners(bed, 0)
+        assert (late.id, late.landed_layers) == (joiner.id, landed)
+        joiner.cancel()
         await bed.sim.run_until_idle()
-        assert [state(each) for each in (lead, rider, late)] == ["cancelled", "cancelled", "done"]
+        assert [state(each) for each in (lead, joiner, late)] == ["cancelled", "cancelled", "done"]
         assert bed.scheduler.statistics().load.nbytes == lead.nbytes
         assert contents(bed.device, [0, 1]) == before
 
@@ -190,11 +190,11 @@ async def test_a_load_that_nobody_wants_any_more_is_not_joined() -> None:
     """When all have left, the next load of the same pages copies again."""
     async with sim_scheduler() as bed:
         before = contents(bed.host, [3, 4])
-        both = await lead_and_riders(bed)
+        both = await lead_and_joiners(bed)
         await bed.sim.advance_to_layer(1)
         for each in both:
             each.cancel()
-        (late,) = await lead_and_riders(bed, 0)
+        (late,) = await lead_and_joiners(bed, 0)
         assert late.id != both[0].id
         await bed.sim.run_until_idle()
         assert state(late) == "done"
@@ -215,7 +215,7 @@ async def test_a_load_that_has_ended_is_not_joined() -> None:
 
 @on_both
 async def test_compute_queued_between_two_loads_keeps_them_apart() -> None:
-    """A load does not ride on one that compute has written the same pages behind."""
+    """A load does not share one that compute has written the same pages behind."""
     async with sim_scheduler() as (scheduler, sim, device, host):
         lead = await scheduler.load(host_pages=[1], device_pages=[1])
         view = device.view("k", 0)

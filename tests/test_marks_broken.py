@@ -80,7 +80,7 @@ class Lost:
 async def test_a_mark_that_raises_while_it_is_waited_for_fails_its_request_at_once(
     how: str, joined: bool
 ) -> None:
-    """With its error as the cause, whoever rides on it too; others go on, and no thread dies of it."""
+    """With its error as the cause, whoever shares it too; others go on, and no thread dies of it."""
     event, stray = Lost(how), list[object]()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(threading, "excepthook", stray.append)

@@ -28,7 +28,7 @@ async def test_a_load_behind_half_a_streaming_backup_fails(join: bool) -> None:
     async with sim_scheduler() as bed:
         backup = await bed.scheduler.backup(device_pages=[0], host_pages=[5], streaming=True)
         load = await bed.scheduler.load(host_pages=[5], device_pages=[1])
-        rider = await bed.scheduler.load(host_pages=[5], device_pages=[1], join=join)
+        joiner = await bed.scheduler.load(host_pages=[5], device_pages=[1], join=join)
         for layer in range(2):
             backup.layer_written(layer)
         await bed.sim.run_until_idle()
@@ -36,7 +36,7 @@ async def test_a_load_behind_half_a_streaming_backup_fails(join: bool) -> None:
         await load.layer(1)
         backup.cancel()
         await bed.sim.run_until_idle()
-        for each in (load, rider):
+        for each in (load, joiner):
             with pytest.raises(offload.TransferFailed) as caught:
                 await each
             assert str(caught.value.__cause__) == (

@@ -101,16 +101,16 @@ async def test_issued_comes_before_landed() -> None:
 
 @on_both
 async def test_riders_hear_of_issues_too() -> None:
-    """`issued` of a joined load returns when the load that it rides on is issued."""
+    """`issued` of a joined load returns when the load that it shares is issued."""
     hooks = Hooks()
     gate = hooks.gate(layer=0)
     async with sim_scheduler(hooks=hooks) as (scheduler, sim, *_):
         lead = await scheduler.load(host_pages=[0], device_pages=[0])
-        rider = await scheduler.load(host_pages=[0], device_pages=[0], join=True)
+        joiner = await scheduler.load(host_pages=[0], device_pages=[0], join=True)
         issued = anyio.Event()
 
         async def wait() -> None:
-            await rider.issued()
+            await joiner.issued()
             issued.set()
 
         async with anyio.create_task_group() as group:
@@ -120,7 +120,7 @@ async def test_riders_hear_of_issues_too() -> None:
             gate.open()
             await sim.run_until_idle()
         await lead
-        await rider
+        await joiner
 
 
 @on_both

@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 import offload
-from offload import acts, closing, parking, shell, timer
+from offload import actions, closing, parking, shell, timer
 from offload.core import machine
 from offload.testing import Hooks, SimDriver, ThreadsDriver
 from tests.sched import (
@@ -50,7 +50,7 @@ async def test_landings_of_many_batches_are_taken_in_several_turns() -> None:
 async def test_held_requests_are_let_go_a_few_at_a_time() -> None:
     """A hold of more than one turn lets go of ends in several, and keeps the order."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(acts, "_LET_GO", 2)
+        patch.setattr(actions, "_LET_GO", 2)
         async with sim_scheduler() as (scheduler, sim, *_):
             with scheduler.hold():
                 loads = [await scheduler.load(host_pages=[n], device_pages=[n]) for n in range(7)]
@@ -66,7 +66,7 @@ async def test_only_who_waits_for_a_layer_wakes_the_loop_for_layers() -> None:
         load = await scheduler.load(host_pages=[1], device_pages=[1])
         group.start_soon(load._settled)
         await sim.advance_to_layer(1)
-        flight = load._ride.flight_of(0)
+        flight = load._entry.flight_of(0)
         assert flight is not None
         assert not flight.watched
         group.start_soon(load.layer, 2)
@@ -270,7 +270,7 @@ async def test_those_in_line_hear_of_the_close_some_at_a_time() -> None:
                     scheduler.from_thread.load(host_pages=[page], device_pages=[page])
                 heard.append(page)
 
-            line = scheduler._shell.line
+            line = scheduler._shell.parking
             async with anyio.create_task_group() as group:
                 for page in range(6):
                     group.start_soon(wait, page)

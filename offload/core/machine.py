@@ -5,7 +5,7 @@ Theory of operation
 `Machine.handle(event)` changes the state and returns what must be done about it, in order. It never
 waits, never copies and reads no clock; the shell (`offload.shell`) carries the commands out and
 feeds back what happened (`events.py` lists both). The entire mutable state is: the live pieces (with whom
-each follows), what they claim (`claims.py`), the queues and the batches in the air (`air.py`), and what
+each follows), what they claim (`claims.py`), the queues and the batches in the air (`in_flight.py`), and what
 those come to (`budget.py`).
 
 A request is one `Piece` that covers all layers. A streaming backup is a piece that owns its host pages
@@ -44,7 +44,6 @@ from itertools import islice
 
 import attrs
 
-from offload.core.air import Air
 from offload.core.batch import OPEN, Batch, Limits, Piece, State, StreamState
 from offload.core.budget import Budget
 from offload.core.claims import Claims
@@ -68,6 +67,7 @@ from offload.core.events import (
     Written,
 )
 from offload.core.hazards import HazardTable
+from offload.core.in_flight import InFlight
 from offload.core.kinds import Direction
 from offload.core.request import Request
 from offload.errors import InvalidTransitionError, RequestError, TransferFailed
@@ -106,7 +106,7 @@ class Machine:
     limits: Limits = attrs.field(factory=Limits)
 
     budget: Budget = attrs.field(init=False)
-    air: Air = attrs.field(init=False)
+    in_flight: InFlight = attrs.field(init=False)
     claims: Claims = attrs.field(init=False)
 
     _last_id: int = 0
@@ -128,7 +128,7 @@ class Machine:
 
     def __attrs_post_init__(self) -> None:
         self.budget = Budget(self.limits)
-        self.air = Air(self.budget)
+        self.in_flight = InFlight(self.budget)
         self.claims = Claims(self.tables)
 
     def open(self) -> None:
@@ -153,7 +153,7 @@ class Machine:
             case Request():
                 self._submit(event)
             case Landed():
-                self._landed(self.air.batch(event.batch), event.layers)
+                self._landed(self.in_flight.batch(event.batch), event.layers)
             case Ended():
                 self._ended(event)
             case Flush():
@@ -192,7 +192,7 @@ class Machine:
 
     def pending(self) -> bool:
         """Return whether any page is still claimed, or a batch still in the air."""
-        return bool(self._pieces or self.air)
+        return bool(self._pieces or self.in_flight)
 
     def undisturbed(self, request: Request) -> bool:
         """Return whether a load still runs, and nobody has claimed its pages for writing since."""
@@ -202,12 +202,15 @@ class Machine:
     def waiting(self) -> bool:
         """Return whether a `Flush` is worth a try: something is queued, or leaves."""
         return bool(
-            self._leaving or self._telling or self.air.loads.heaps or self.air.backups.heaps
+            self._leaving
+            or self._telling
+            or self.in_flight.loads.heaps
+            or self.in_flight.backups.heaps
         )
 
     def flushable(self) -> bool:
         """Return whether `Flush` would issue something, or let go of more who leave."""
-        return bool(self._leaving or self._telling) or self.air.flushable()
+        return bool(self._leaving or self._telling) or self.in_flight.flushable()
 
     # Submit -----------------------------------------------------------------------------------
 
@@ -227,7 +230,7 @@ class Machine:
             piece.stream = StreamState()
             self._streaming += 1
         elif not piece.blockers and not piece.follows:
-            self.air.push(piece)
+            self.in_flight.push(piece)
         else:
             self._advance(piece)
         if load:
@@ -304,7 +307,7 @@ class Machine:
         if piece.batch is not None:
             self._extend(piece)
         elif piece.waiting and self._limit(piece) > piece.first:
-            self.air.push(piece)
+            self.in_flight.push(piece)
 
     def _extend(self, piece: Piece) -> None:
         batch = piece.batch
@@ -346,7 +349,7 @@ class Machine:
             self._letting_go = False
         if self._leaving:
             self._let_go()
-        for batch in self.air.flush(self._limit):
+        for batch in self.in_flight.flush(self._limit):
             for piece in batch.pieces:
                 owner, piece.batch = piece.parent or piece, batch
                 if owner.state is State.QUEUED:
@@ -372,7 +375,7 @@ class Machine:
             self.budget.close(batch)
 
     def _failed(self, event: Failed) -> None:
-        batch = self.air.batch(event.batch)
+        batch = self.in_flight.batch(event.batch)
         batch.failed = True
         for piece in batch.pieces:
             lost = len(batch.pieces) == 1 or piece.request.id in event.spoiled
@@ -380,7 +383,7 @@ class Machine:
                 self._abandon(piece.owner, "fail", event.error)
 
     def _ended(self, event: Ended) -> None:
-        batch = self.air.end(event.batch)
+        batch = self.in_flight.end(event.batch)
         self._landed(batch, event.layers)
         if batch.closed:
             return
@@ -442,7 +445,7 @@ class Machine:
         """Let go of a piece that nobody wants: at once if it is queued, else when it has drained."""
         batch = piece.batch
         if batch is None:
-            self.air.drop(piece)
+            self.in_flight.drop(piece)
             self._retire(piece)
         elif not batch.failed and not any(p.owner.state in OPEN for p in batch.pieces):
             self._commands.append(Stop(batch))

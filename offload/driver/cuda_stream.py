@@ -2,7 +2,7 @@
 
 Theory of operation
 -------------------
-The *issuing* thread asks its `Lane` for the most urgent next layer, enqueues it and records an event.
+The *issuing* thread asks its `Runlist` for the most urgent next layer, enqueues it and records an event.
 The *waiting* thread (`Waiter`) sees events pass, in stream order, and tells the flights.
 
 * What has been enqueued cannot be overtaken, so only a little is enqueued ahead: at least `AHEAD_LAYERS`
@@ -31,7 +31,7 @@ from typing import cast
 
 import attrs
 
-from offload.core.lane import Lane
+from offload.core.runlist import Runlist
 from offload.driver.base import Event, Flight, Work
 from offload.driver.cuda_calls import RawStream
 from offload.driver.cuda_event import CudaEvent, Hub, Waiter
@@ -68,7 +68,7 @@ class CudaStream:
         self._hub = hub
         self._waiter = Waiter(hub, name)
         self._stamps = Stamps(hub, raw, self._waiter)
-        self._lane: Lane[Flight] = Lane()
+        self._runlist: Runlist[Flight] = Runlist()
         self._inbox: SimpleQueue[Flight | None] = SimpleQueue()
         self._gates: deque[Event] = deque()
         self._last: dict[int, CudaEvent] = {}
@@ -163,10 +163,10 @@ class CudaStream:
                 with self._hub.calls.using(self.raw):
                     flight.prepare()
         except BaseException as error:  # noqa: BLE001 - it is the flight's, not the thread's
-            self._lane.left.append(flight)
+            self._runlist.left.append(flight)
             self._fail(flight, 0, error)
         else:
-            self._lane.add(flight)
+            self._runlist.add(flight)
 
     def _held(self) -> bool:
         """Return whether nothing may be enqueued now; then only what is stopped leaves."""
@@ -178,18 +178,18 @@ class CudaStream:
         self._full = layers >= AHEAD_LAYERS and nbytes >= AHEAD_BYTES
         held = self._full or bool(self._gates) or self._hub.lost is not None
         if held:
-            self._lane.sweep()
+            self._runlist.sweep()
         return held
 
     def _pick(self) -> tuple[Flight, int, object] | None:
-        """Ask the lane; a flight whose own `next_layer` raises fails alone."""
+        """Ask the runlist; a flight whose own `next_layer` raises fails alone."""
         while True:
             try:
-                return self._lane.pick()
+                return self._runlist.pick()
             except BaseException as error:  # noqa: BLE001 - it is the flight's, not the thread's
-                flight = self._lane.asked
+                flight = self._runlist.asked
                 assert flight is not None
-                self._lane.drop(flight)
+                self._runlist.drop(flight)
                 self._after(flight, partial(self._fail, flight, 0, error))
 
     def _issue(self, flight: Flight, layer: int, work: Work) -> None:
@@ -219,7 +219,7 @@ class CudaStream:
         if error is None:
             flight.issued(layer, event, issue_ns)
         else:
-            self._lane.drop(flight)
+            self._runlist.drop(flight)
         ticket = _Ticket(flight, layer, work, event, begun, issue_ns, error, nbytes)
         self._waiter.add(event, partial(self._land, ticket))
 
@@ -227,11 +227,11 @@ class CudaStream:
         return self._hub.record(self.raw, self._waiter, timing=timing)
 
     def _reap(self, picked: Flight | None) -> None:
-        """End the flights that left the lane, once what they enqueued has passed."""
-        for flight in self._lane.reap() if self._lane.left else ():
+        """End the flights that left the runlist, once what they enqueued has passed."""
+        for flight in self._runlist.reap() if self._runlist.left else ():
             # 1 its last layer is still to be enqueued, 2 it is over.
             if flight is picked:
-                self._lane.left.append(flight)
+                self._runlist.left.append(flight)
             else:
                 self._after(flight, partial(self._end, flight))
                 self._last.pop(id(flight), None)
@@ -246,8 +246,8 @@ class CudaStream:
 
     def _give_up(self) -> None:
         """Fail and end every flight: the device is lost."""
-        self._lane.flights.clear()
-        self._lane.reap()
+        self._runlist.flights.clear()
+        self._runlist.reap()
         self._last.clear()
         self._gates.clear()
         for flight in list(self._carried.values()):
@@ -259,9 +259,9 @@ class CudaStream:
             flight = self._inbox.get()
             if flight is not None:
                 self._carried[id(flight)] = flight
-                self._lane.add(flight)
-        for flight in self._lane.flights[:]:
-            self._lane.drop(flight)
+                self._runlist.add(flight)
+        for flight in self._runlist.flights[:]:
+            self._runlist.drop(flight)
         self._reap(None)
 
     # ---- either thread ------------------------------------------------------------------------------

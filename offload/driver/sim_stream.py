@@ -9,7 +9,7 @@ from typing import cast
 
 import attrs
 
-from offload.core.lane import Lane
+from offload.core.runlist import Runlist
 from offload.driver.base import Access, Event, Flight, Work
 from offload.driver.hooks import Gate, Hooks, Order
 from offload.driver.sim_engine import Engine, SimOp
@@ -63,7 +63,7 @@ class SimStream:
         self._link = link
         self._hooks = hooks
         self._ahead = ahead
-        self._lane: Lane[Flight] = Lane()
+        self._runlist: Runlist[Flight] = Runlist()
         self._inbox: deque[Trip] = deque()
         self._left: list[Trip] = []
         self._looking = False
@@ -104,8 +104,8 @@ class SimStream:
             self._prepare(self._inbox.popleft())
         while self.engine.pending < self._ahead and (picked := self._pick()) is not None:
             self._issue(self._trip(picked[0]), picked[1], cast("Work", picked[2]))
-        self._lane.sweep()
-        self._left += [self._trip(flight) for flight in self._lane.reap()]
+        self._runlist.sweep()
+        self._left += [self._trip(flight) for flight in self._runlist.reap()]
         for trip in self._left[:]:
             self._end(trip)
 
@@ -117,14 +117,14 @@ class SimStream:
             self._fail(trip, 0, error)
             self._left.append(trip)
         else:
-            self._lane.add(trip.flight)
+            self._runlist.add(trip.flight)
 
     def _pick(self) -> tuple[Flight, int, object] | None:
         while True:
             try:
-                return self._lane.pick()
+                return self._runlist.pick()
             except BaseException as error:  # noqa: BLE001 - it is the flight's, not the simulator's
-                flight = self._lane.asked
+                flight = self._runlist.asked
                 assert flight is not None
                 self._fail(self._trip(flight), 0, error)
 
@@ -148,7 +148,7 @@ class SimStream:
         trip.flight.issued(layer, self.engine.enqueue(op), began_ns)
 
     def _fail(self, trip: Trip, layer: int, error: BaseException) -> None:
-        self._lane.drop(trip.flight)
+        self._runlist.drop(trip.flight)
         if not trip.broken:
             trip.broken = True
             trip.flight.failed(layer, error)

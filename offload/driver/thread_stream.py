@@ -10,7 +10,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import cast
 
-from offload.core.lane import Lane
+from offload.core.runlist import Runlist
 from offload.driver.base import Event, Flight, Work
 from offload.driver.hooks import Hooks, Order
 from offload.driver.tickets import Ticket, Watchers
@@ -40,7 +40,7 @@ class ThreadStream:
         self._rate = rate
         self._hooks = hooks
         self._cpus = cpus
-        self._lane: Lane[Flight] = Lane()
+        self._runlist: Runlist[Flight] = Runlist()
         self._watchers = Watchers(self)
         self._inbox: SimpleQueue[Flight | None] = SimpleQueue()
         self._fences: deque[Event] = deque()
@@ -99,7 +99,7 @@ class ThreadStream:
         if self._cpus is not None:
             os.sched_setaffinity(0, self._cpus)  # 0 is this thread, not the process
         while not self._closing.is_set():
-            if not (self._lane.busy and self._turn()):
+            if not (self._runlist.busy and self._turn()):
                 self._admit(self._inbox.get())
                 self._due = time.perf_counter()
         self._abandon()
@@ -114,7 +114,7 @@ class ThreadStream:
         picked = None if self._fences and self._fenced() else self._pick()
         if picked is not None:
             self._copy(picked[0], picked[1], cast("Work", picked[2]))
-        for flight in self._lane.reap() if self._lane.left else ():
+        for flight in self._runlist.reap() if self._runlist.left else ():
             flight.ended()
         return picked is not None
 
@@ -131,28 +131,28 @@ class ThreadStream:
             if not flight.stopped:
                 flight.prepare()
         except BaseException as error:  # noqa: BLE001 - it is the flight's, not the worker's
-            self._lane.left.append(flight)
+            self._runlist.left.append(flight)
             flight.failed(0, error)
         else:
-            self._lane.add(flight)
+            self._runlist.add(flight)
 
     def _fenced(self) -> bool:
         """Return whether an event holds this stream up; then only what is stopped leaves."""
         while self._fences and self._fences[0].query():
             self._fences.popleft()
         if self._fences:
-            self._lane.sweep()
+            self._runlist.sweep()
         return bool(self._fences)
 
     def _pick(self) -> tuple[Flight, int, object] | None:
-        """Ask the lane; a flight whose own `next_layer` raises fails alone."""
+        """Ask the runlist; a flight whose own `next_layer` raises fails alone."""
         while True:
             try:
-                return self._lane.pick()
+                return self._runlist.pick()
             except BaseException as error:  # noqa: BLE001 - it is the flight's, not the worker's
-                flight = self._lane.asked
+                flight = self._runlist.asked
                 assert flight is not None
-                self._lane.drop(flight)
+                self._runlist.drop(flight)
                 flight.failed(0, error)
 
     def _copy(self, flight: Flight, layer: int, work: Work) -> None:
@@ -169,7 +169,7 @@ class ThreadStream:
             self.landed = position
             flight.landed(layer, start_ns, end_ns)
         else:
-            self._lane.drop(flight)
+            self._runlist.drop(flight)
             flight.failed(layer, error)
             self.landed = position
         self._watchers.notify()
@@ -211,8 +211,8 @@ class ThreadStream:
         while not self._inbox.empty():
             flight = self._inbox.get()
             if flight is not None:
-                self._lane.add(flight)
-        for flight in (*self._lane.reap(), *self._lane.flights):
+                self._runlist.add(flight)
+        for flight in (*self._runlist.reap(), *self._runlist.flights):
             flight.ended()
 
 

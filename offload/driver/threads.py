@@ -4,7 +4,7 @@ Theory of operation
 -------------------
 One worker per stream, issuing thread and copier in one. It sleeps on its inbox (a `SimpleQueue`: the
 cheapest wake-up that Python has, 10 us against 11-12 for a semaphore or a condition), takes what came,
-asks its `Lane` for the most urgent next layer, copies it, tells the flight, and looks again.
+asks its `Runlist` for the most urgent next layer, copies it, tells the flight, and looks again.
 
 * A layer is *issued* just before it is copied, so whatever has not begun can still be overtaken.
 * An event is a ticket, `(stream, position)`: it has passed when the stream's `landed` count has reached

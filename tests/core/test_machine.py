@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import offload.core.machine as machine_module
-from offload.core.air import MAX_FLIGHTS
 from offload.core.batch import Batch, Limits, State
 from offload.core.events import (
     Cancel,
@@ -32,6 +31,7 @@ from offload.core.events import (
     Written,
 )
 from offload.core.hazards import HazardTable
+from offload.core.in_flight import MAX_FLIGHTS
 from offload.core.kinds import Direction
 from offload.core.machine import TRANSITIONS, Machine
 from offload.core.request import PATIENCE, Request, due
@@ -1116,7 +1116,7 @@ class Claim:
 
 
 @attrs.define(eq=False)
-class Air:
+class InFlight:
     """A batch on its stream, as an eager driver treats it."""
 
     batch: Batch
@@ -1139,7 +1139,7 @@ class World:
         )
         self.rig = Rig(limits)
         self.claims: list[Claim] = []
-        self.air: dict[int, Air] = {}
+        self.in_flight: dict[int, InFlight] = {}
         self.unwritten: dict[int, list[int]] = {}
         self.blocked: list[int] = []
         self.pages: dict[int, tuple[list[int], list[int]]] = {}
@@ -1150,17 +1150,17 @@ class World:
 
     def handle(self, event: Event) -> None:
         for row in self.rig.do(event):
-            self.obey(row)
+            self.carry_out(row)
         self.check()
 
-    def obey(self, row: tuple[object, ...]) -> None:
+    def carry_out(self, row: tuple[object, ...]) -> None:
         match row:
             case ("issue", int(number), *_):
                 batch = self.rig.batches[number]
-                self.air[number] = Air(batch, batch.first, batch.first)
+                self.in_flight[number] = InFlight(batch, batch.first, batch.first)
                 assert len({piece.id for piece in batch.pieces}) == len(batch.pieces)
             case ("stop", int(number)):
-                self.air[number].stopped = True
+                self.in_flight[number].stopped = True
             case ("settle", int(request), state) if state != "done":
                 for claim in self.claims:
                     if claim.owner == request:
@@ -1174,14 +1174,14 @@ class World:
                     assert len(whose) == 1, "a load is done, and has read a mixture"
                     assert whose <= {None, *self.rig.submitted}, "a load is done, and has read half"
             case ("unlock", int(request)):
-                for air in self.air.values():
+                for air in self.in_flight.values():
                     for piece in air.batch.pieces:
                         assert piece.owner.id != request or air.enqueued == air.passed
                 self.claims = [claim for claim in self.claims if claim.owner != request]
 
     def check(self) -> None:
         machine = self.rig.machine
-        live = [air.batch for air in self.air.values() if not air.batch.closed]
+        live = [air.batch for air in self.in_flight.values() if not air.batch.closed]
         assert machine.budget.inflight_bytes == sum(batch.nbytes for batch in live)
         assert machine.budget.inflight_requests == sum(len(batch.pieces) for batch in live)
         limits = machine.limits
@@ -1231,7 +1231,7 @@ class World:
             reads, writes = (hosts, devices) if load else (devices, hosts)
             self.claims.append(Claim(request.id, request.id, reads, writes, range(LAYERS)))
         for row in rows:
-            self.obey(row)
+            self.carry_out(row)
         self.check()
 
     def write(self) -> None:
@@ -1266,8 +1266,8 @@ class World:
     def flush(self) -> None:
         self.handle(Flush())
 
-    def pick(self) -> Air | None:
-        return self.random.choice(list(self.air.values())) if self.air else None
+    def pick(self) -> InFlight | None:
+        return self.random.choice(list(self.in_flight.values())) if self.in_flight else None
 
     def enqueue(self) -> None:
         """A copy begins: nobody who goes before it may have anything left to do there."""
@@ -1294,7 +1294,7 @@ class World:
                 continue
             if self.goes_before(other, me) and layer in other.layers and not other.dead:
                 assert layer in other.landed, (self.rig.settled, other, me, layer)
-            for air in self.air.values():
+            for air in self.in_flight.values():
                 if any(piece.id == other.id for piece in air.batch.pieces):
                     assert not air.passed <= layer < air.enqueued, (other, me, layer)
 
@@ -1339,7 +1339,7 @@ class World:
         if air is None or air.passed != air.enqueued:
             return
         if air.stopped or air.broken or air.passed == air.batch.last:
-            del self.air[air.batch.id]
+            del self.in_flight[air.batch.id]
             self.handle(Ended(air.batch.id, untouched=air.enqueued == air.batch.first))
             del self.rig.batches[air.batch.id]
 
@@ -1414,6 +1414,16 @@ def test_pages_that_a_lost_scheduler_holds_are_refused(side: str, direction: str
     rig.do(Flush())
     rig.do(Landed(1, LAYERS))
     assert rig.settled[fine] is State.DONE
+
+
+def test_a_lost_holder_may_be_the_first_of_all() -> None:
+    """Number 0 is a holder like any other."""
+    rig = Rig()
+    rig.device.claim(0, np.array([4]), write=True)
+    rig.machine.open()
+    with pytest.raises(RequestError, match="the device pages of this request"):
+        rig.do(rig.request(Direction.LOAD, [0], [4]))
+    rig.load([0], [5])
 
 
 def test_those_who_leave_in_a_chain_leave_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

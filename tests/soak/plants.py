@@ -108,7 +108,7 @@ def _layers_forget_whom_the_backup_follows(patch: Patch) -> None:
 
 def _no_fence(patch: Patch) -> None:
     """Compute does not wait for a layer."""
-    patch.setattr(waits, "fence", lambda ride, layer, timeout=None: 0)
+    patch.setattr(waits, "fence", lambda entry, layer, timeout=None: 0)
 
 
 def _no_marks(patch: Patch) -> None:
@@ -151,7 +151,7 @@ def _repeated_behind_compute(patch: Patch) -> None:
 
 
 def _joins_what_was_overtaken(patch: Patch) -> None:
-    """A load rides on a running one although others have written its pages since."""
+    """A load shares a running one although others have written its pages since."""
 
     def after(self: Machine, request: object) -> bool:
         return request.id in self._pieces  # type: ignore[attr-defined]

@@ -208,7 +208,7 @@ async def backup(player: Player, draw: random.Random) -> None:
 
 
 async def join(player: Player, draw: random.Random) -> None:
-    """Submit an earlier load again, to ride on it if it still runs."""
+    """Submit an earlier load again, to share it if it still runs."""
     loads = [copy for copy in player.model.copies if copy.load and not copy.transfer.done]
     if not loads:
         await _submit(player, draw, load=True)

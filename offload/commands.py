@@ -1,4 +1,4 @@
-"""The hands of a scheduler: what its machine commands, done. On the loop's thread."""
+"""What the machine commands, done. On the loop's thread."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from offload.core.events import (
     Unlock,
     Watch,
 )
+from offload.entry import Entry
 from offload.flight import Flight
-from offload.ride import Ride
 from offload.route import Route
 
 if TYPE_CHECKING:
     from offload.shell import Shell
 
 
-def obey(shell: Shell, command: Command) -> None:
+def carry_out(shell: Shell, command: Command) -> None:
     match command:
         case SettleLayer(batch):
             flight = shell.flights[batch.id]
-            for ride in flight.rides:
-                if ride.watched:
-                    ride.wake(batch.landed)
+            for entry in flight.entries:
+                if entry.watched:
+                    entry.wake(batch.landed)
         case Issue(batch):
             _issue(shell, batch)
         case Settle(piece, state):
@@ -54,7 +54,7 @@ def _issue(shell: Shell, batch: Batch) -> None:
     flight = Flight(
         batch,
         route,
-        shell.bell,
+        shell.waiting_threads,
         shell.report,
         shell.counters.of(batch.direction),
         shell.tracer,
@@ -67,15 +67,15 @@ def _issue(shell: Shell, batch: Batch) -> None:
     for piece in batch.pieces:
         if piece.followers:
             flight.watched = flight.by_layer = True
-        ride = shell.rides.get(piece.request.id)
-        if ride is not None:
-            ride.fly(flight, piece)
+        entry = shell.entries.get(piece.request.id)
+        if entry is not None:
+            entry.fly(flight, piece)
     try:
         shell.driver.stream(batch.direction).carry(flight)
     except BaseException as error:  # noqa: BLE001 - the driver's, and so that of these requests
         flight.failed(batch.first, error)
         flight.ended()
-    shell.ledger.issued(flight.rides, now)  # while the stream plans already
+    shell.ledger.issued(flight.entries, now)  # while the stream plans already
 
 
 def _kick(shell: Shell, batch: Batch) -> None:
@@ -84,33 +84,33 @@ def _kick(shell: Shell, batch: Batch) -> None:
 
 
 def _settle(shell: Shell, piece: Piece, state: State) -> None:
-    ride = shell.rides[piece.id]
-    if not ride.issued_ns:
-        ride.counters.withdraw()
-    settle(shell, ride, state, piece.error)
-    for each in ride.joined or ():
+    entry = shell.entries[piece.id]
+    if not entry.issued_ns:
+        entry.counters.withdraw()
+    settle(shell, entry, state, piece.error)
+    for each in entry.joined or ():
         settle(shell, each, state, piece.error)
 
 
-def settle(shell: Shell, ride: Ride, state: State, error: BaseException | None) -> None:
+def settle(shell: Shell, entry: Entry, state: State, error: BaseException | None) -> None:
     """Let a request be over, unless it is already, and write down how it ended."""
-    if ride.settled:
+    if entry.settled:
         return
-    shell.ledger.settled(ride, ride.settle(state, error))
-    if ride.alarm is not None:
-        shell.timer.cancel(ride.alarm)
-        ride.alarm = None
-    if shell.bell.waiting:
-        shell.bell.ring()
+    shell.ledger.settled(entry, entry.settle(state, error))
+    if entry.alarm is not None:
+        shell.timer.cancel(entry.alarm)
+        entry.alarm = None
+    if shell.waiting_threads.waiters:
+        shell.waiting_threads.wake()
 
 
 def _unlock(shell: Shell, piece: Piece) -> None:
-    ride = shell.rides.pop(piece.id)
-    if ride.issued_ns:
-        ride.counters.drain(ride.request.nbytes)
-    ride.release()
-    if shell.bell.waiting:
-        shell.bell.ring()
+    entry = shell.entries.pop(piece.id)
+    if entry.issued_ns:
+        entry.counters.drain(entry.request.nbytes)
+    entry.release()
+    if shell.waiting_threads.waiters:
+        shell.waiting_threads.wake()
     if shell.vacancies:
         shell.vacancies.vacate(piece.id)
         shell.ask_here()

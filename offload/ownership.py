@@ -15,11 +15,11 @@ from offload.driver.base import Driver
 from offload.errors import RequestError
 from offload.flight import Flight
 from offload.group import PoolGroup
-from offload.loop import Home, Nowhere
+from offload.loop import LoopHandle, NoLoop
 
 
 @attrs.define(eq=False)
-class Tenancy:
+class PoolOwnership:
     """The claim of one scheduler on the pools of its group, from when it opens until it has closed.
 
     A scheduler whose loop ended under it never closes. Its claim goes when nothing of it moves any more: the end
@@ -30,14 +30,14 @@ class Tenancy:
     machine: Machine
     driver: Driver
     flights: Mapping[int, Flight]
-    home: Home = attrs.field(factory=Nowhere)
+    loop: LoopHandle = attrs.field(factory=NoLoop)
     """The loop that it lives on, once it is open. No more of the scheduler is known here: pools know us, and
     would keep all that we know."""
 
     _burial: AbstractContextManager[object] = attrs.field(factory=threading.RLock)
     _unwatch: Callable[[], None] | None = None
 
-    def take(self, home: Home) -> None:
+    def take(self, loop: LoopHandle) -> None:
         """Make the pools' tables ours, on a loop.
 
         Raises:
@@ -46,18 +46,18 @@ class Tenancy:
         pools = [pool for member in self.group.members for pool in (member.device, member.host)]
         for pool in pools:
             before = pool.pages.table.owner
-            if isinstance(before, Tenancy) and before.home.closed:
-                before.bury()
+            if isinstance(before, PoolOwnership) and before.loop.closed:
+                before.release_after_loop()
             if pool.pages.table.owner is not None:
                 raise RequestError(
                     f"{pool!r} belongs to a scheduler that is open. Close that one first, or give "
                     "each scheduler pools of its own."
                 )
-        self.home = home
+        self.loop = loop
         for pair in self.machine.tables:
             for table in pair:
                 table.owner = self
-        self._unwatch = home.at_end(partial(_bury, weakref.ref(self)))
+        self._unwatch = loop.at_end(partial(_release_after_loop, weakref.ref(self)))
 
     def give_back(self) -> None:
         """Make the pools' tables nobody's, as far as they are ours."""
@@ -69,7 +69,7 @@ class Tenancy:
                 if table.owner is self:
                     table.owner = None
 
-    def bury(self) -> None:
+    def release_after_loop(self) -> None:
         """After the loop's end, let go of the pools as soon as nothing moves any more. Any thread."""
         still = [flight for flight in self.flights.values() if not flight.over]
         for flight in still:
@@ -82,8 +82,8 @@ class Tenancy:
                 self.give_back()
 
 
-def _bury(tenancy: weakref.ref[Tenancy]) -> None:
+def _release_after_loop(tenancy: weakref.ref[PoolOwnership]) -> None:
     """Do so, if anybody still has it, and this is the process whose loop it was."""
     found = tenancy()
-    if found is not None and not found.home.forked:
-        found.bury()
+    if found is not None and not found.loop.forked:
+        found.release_after_loop()

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import attrs
 import numpy as np
 
+from offload.commands import settle
 from offload.core.batch import Piece, State
 from offload.core.events import Cancel, Unblock, Written
 from offload.driver.base import Event
 from offload.driver.foreign import ForeignEvent
-from offload.hands import settle
+from offload.entry import Entry
 from offload.holding import HoldBlock, refuse_held, refuse_held_pages
-from offload.ride import Ride
 from offload.submit import compute_marks
 
 if TYPE_CHECKING:
@@ -24,50 +24,50 @@ _LET_GO = 1024
 """Held requests let go in one turn: about 5 ms of the loop."""
 
 
-def cancel(ride: Ride) -> None:
+def cancel(entry: Entry) -> None:
     """Cancel a request; see `Transfer.cancel`. Any thread."""
-    shell = ride.shell
-    shell.home.check_process("cancel")
-    here = shell.home.here and not shell.deciding
-    if not ride.decide(State.CANCELLED):
+    shell = entry.shell
+    shell.loop.check_process("cancel")
+    here = shell.loop.here and not shell.deciding
+    if not entry.decide(State.CANCELLED):
         return
     if here:
-        _abandon(ride, None)
+        _abandon(entry, None)
     else:
-        shell.bell.ring()
-        shell.post(lambda: _abandon(ride, None))
+        shell.waiting_threads.wake()
+        shell.post(lambda: _abandon(entry, None))
 
 
-def expire(ride: Ride) -> None:
+def expire(entry: Entry) -> None:
     """Fail a request whose deadline has passed. On the loop's thread."""
-    fail(ride, TimeoutError("its deadline passed before it had settled"))
+    fail(entry, TimeoutError("its deadline passed before it had settled"))
 
 
-def fail(ride: Ride, error: BaseException) -> None:
+def fail(entry: Entry, error: BaseException) -> None:
     """End a request that cannot go on, unless it has ended."""
-    if ride.decide(State.FAILED, error):
-        _abandon(ride, error)
+    if entry.decide(State.FAILED, error):
+        _abandon(entry, error)
 
 
-def _abandon(ride: Ride, error: BaseException | None) -> None:
-    """End a request for its caller; the copies go on where others ride on them."""
-    shell = ride.shell
-    if ride.settled:
+def _abandon(entry: Entry, error: BaseException | None) -> None:
+    """End a request for its caller; the copies go on where others share them."""
+    shell = entry.shell
+    if entry.settled:
         return
-    if ride.wanted_by_others():
-        settle(shell, ride, State.CANCELLED if error is None else State.FAILED, error)
+    if entry.wanted_by_others():
+        settle(shell, entry, State.CANCELLED if error is None else State.FAILED, error)
     else:
-        shell.handle(Cancel(ride.request.id, error))
+        shell.handle(Cancel(entry.request.id, error))
     shell.ask_for_turn()
 
 
-def watch(ride: Ride, piece: int, marks: Sequence[Event]) -> None:
+def watch(entry: Entry, piece: int, marks: Sequence[Event]) -> None:
     """Let a queued piece of a request go when its marks have landed; fail the request when one raises."""
     try:
         for mark in marks:
-            mark.watch(_Watch(ride, piece, mark))
+            mark.watch(_Watch(entry, piece, mark))
     except BaseException as error:
-        _fail_all(ride, error)  # nothing would let it go
+        _fail_all(entry, error)  # nothing would let it go
         if not isinstance(error, Exception):  # a signal's
             raise
 
@@ -76,13 +76,13 @@ def watch(ride: Ride, piece: int, marks: Sequence[Event]) -> None:
 class _Watch:
     """What a mark calls when it has landed, on any thread. More than once counts once."""
 
-    _ride: Ride
+    _entry: Entry
     _piece: int
     _mark: Event
     _told: bool = False
 
     def __call__(self) -> None:
-        self._ride.shell.post(self._landed)
+        self._entry.shell.post(self._landed)
 
     def _landed(self) -> None:
         if self._told:
@@ -90,28 +90,28 @@ class _Watch:
         self._told = True
         error = self._mark.error if isinstance(self._mark, ForeignEvent) else None
         if error is None:
-            self._ride.shell.handle(Unblock(self._piece))
+            self._entry.shell.handle(Unblock(self._piece))
         else:
-            _fail_all(self._ride, error)
+            _fail_all(self._entry, error)
 
 
-def _fail_all(ride: Ride, error: BaseException) -> None:
-    """Fail a request and those that ride on it: they wait for the same marks."""
-    for each in (ride, *(ride.joined or ())):
+def _fail_all(entry: Entry, error: BaseException) -> None:
+    """Fail a request and those that share it: they wait for the same marks."""
+    for each in (entry, *(entry.joined or ())):
         fail(each, error)
 
 
-def layer_written(ride: Ride, layer: int) -> None:
+def layer_written(entry: Entry, layer: int) -> None:
     """Let the backup of a layer start; see `Transfer.layer_written`. Any thread."""
-    shell = ride.shell
-    shell.home.check_process("say that a layer is written")
+    shell = entry.shell
+    shell.loop.check_process("say that a layer is written")
     marks = compute_marks(shell.driver)
-    ride.write(layer)
+    entry.write(layer)
 
     def written() -> None:
         piece = shell.machine.new_id()
-        shell.handle(Written(ride.request.id, layer, piece, len(marks)))
-        watch(ride, piece, marks)
+        shell.handle(Written(entry.request.id, layer, piece, len(marks)))
+        watch(entry, piece, marks)
 
     shell.post_order(written)
 
@@ -133,7 +133,7 @@ def let_go(shell: Shell, pieces: list[int]) -> None:
             shell.handle(Unblock(piece))
         del held[:_LET_GO]
         if held:
-            shell.home.post(lambda: shell.post(go))
+            shell.loop.post(lambda: shell.post(go))
 
     if held:
         shell.post(go)
@@ -141,16 +141,16 @@ def let_go(shell: Shell, pieces: list[int]) -> None:
 
 def let_go_of_all(shell: Shell) -> None:
     """Unblock everything that is held: nobody's block may keep a scheduler from closing."""
-    for ride in list(shell.rides.values()):
-        if ride.hold is not None and ride.hold.pieces:
-            let_go(shell, ride.hold.pieces)
+    for entry in list(shell.entries.values()):
+        if entry.hold is not None and entry.hold.pieces:
+            let_go(shell, entry.hold.pieces)
 
 
-def refuse_waiting(ride: Ride) -> None:
+def refuse_waiting(entry: Entry) -> None:
     """Raise if the caller waits for what he keeps back himself. Any thread."""
-    hold = ride.shell.holds.current()
+    hold = entry.shell.holds.current()
     if hold is not None:
-        refuse_held(hold, ride.shell.machine, ride)
+        refuse_held(hold, entry.shell.machine, entry)
 
 
 def refuse_waiting_for(shell: Shell, places: Places) -> None:

@@ -18,7 +18,7 @@ and reordered. More urgent ones are issued regardless: streams overtake at every
 
 
 @attrs.define(eq=False)
-class Air:
+class InFlight:
     """One queue per direction, and the batches that were issued and have not ended."""
 
     budget: Budget

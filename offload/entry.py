@@ -40,8 +40,8 @@ RELEASED = -2
 
 
 @attrs.define(eq=False, repr=False)
-class Ride:
-    """One request under way, or one that rides on another's copies."""
+class Entry:
+    """One request under way, or one that shares another's copies."""
 
     shell: Shell
     request: Request
@@ -49,7 +49,7 @@ class Ride:
     submitted_ns: int
     priority: float
     join: bool
-    """Whether it may ride on another's copies."""
+    """Whether it may share another's copies."""
 
     after: object
     """As it was submitted."""
@@ -73,7 +73,7 @@ class Ride:
     """Whether its pages are free of traffic."""
 
     watched: bool = False
-    """Whether a task has waited for a layer of it, or another one rides on it: the loop then hears of layers."""
+    """Whether a task has waited for a layer of it, or another one shares it: the loop then hears of layers."""
 
     error: BaseException | None = None
     """What it failed from, once that is decided."""
@@ -99,11 +99,11 @@ class Ride:
     _waiters: dict[Signal, int] | None = None
     """What tasks wait for, by what wakes them. Made for the first: most are never waited for while queued."""
 
-    joined: list[Ride] | None = None
-    """Those that ride on this one's copies."""
+    joined: list[Entry] | None = None
+    """Those that share this one's copies."""
 
-    _lead: Ride | None = None
-    """The one whose copies this one rides on."""
+    _lead: Entry | None = None
+    """The one whose copies this one shares."""
 
     @property
     def direction(self) -> Direction:
@@ -297,8 +297,8 @@ class Ride:
         self.released = True
         if self._waiters or self.joined:
             self.wake()
-        for rider in self.joined or ():
-            rider.release()
+        for joiner in self.joined or ():
+            joiner.release()
 
     def fly(self, flight: Flight, piece: Piece) -> None:
         """Take the flight that carries it, or one layer of it."""
@@ -309,7 +309,7 @@ class Ride:
             flight.watched = flight.issue_watched = True
         if self._by_layer:
             flight.by_layer = True
-        flight.rides.append(self)
+        flight.entries.append(self)
 
     def enter(self, signal: Signal, what: int) -> None:
         """Let a task wait: it is woken when what it waits for may have come."""
@@ -338,8 +338,8 @@ class Ride:
                     signal.set()
                 else:
                     self._waiters[signal] = what
-        for rider in self.joined or ():
-            rider.wake(layers)
+        for joiner in self.joined or ():
+            joiner.wake(layers)
 
     def follow_layers(self) -> None:
         """Have its layers enqueued one by one, as far as they are not yet. Any thread."""
@@ -350,15 +350,15 @@ class Ride:
 
     # Riding together, and streaming ------------------------------------------------------------------
 
-    def take(self, rider: Ride) -> None:
-        """Let another one ride on this one's copies."""
+    def take(self, joiner: Entry) -> None:
+        """Let another one share this one's copies."""
         if self.joined is None:
             self.joined = []
-        self.joined.append(rider)
+        self.joined.append(joiner)
         self.watched = True
-        rider._lead = self
-        rider.hold = self.hold
-        rider.request = self.request
+        joiner._lead = self
+        joiner.hold = self.hold
+        joiner.request = self.request
 
     def wanted_by_others(self) -> bool:
         """Return whether others still want the copies when this one no longer does."""

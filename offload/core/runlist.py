@@ -15,7 +15,7 @@ _urgency = attrgetter("urgency")
 
 
 class Layered(Protocol[_Work_co]):
-    """What a lane asks of a flight."""
+    """What a runlist asks of a flight."""
 
     @property
     def urgency(self) -> tuple[float, ...]:
@@ -36,7 +36,7 @@ class Layered(Protocol[_Work_co]):
 Flight = TypeVar("Flight", bound=Layered[object])
 
 
-class Lane(Generic[Flight]):
+class Runlist(Generic[Flight]):
     """The flights that one stream carries, in the order in which they came.
 
     One thread at a time: the stream's own. A flight leaves when it is stopped, or exhausted: it is
@@ -54,7 +54,7 @@ class Lane(Generic[Flight]):
         """The one that was asked last: it is to blame when `pick` raises."""
 
     def __repr__(self) -> str:
-        return f"<Lane {len(self.flights)} flights, {len(self.left)} to reap>"
+        return f"<Runlist {len(self.flights)} flights, {len(self.left)} to reap>"
 
     @property
     def busy(self) -> bool:
