@@ -2,21 +2,23 @@
 
 Every io backend x layout x bytes of a layer of a page, both ways, through a whole scheduler: GB/s as a fraction of
 one plain copy of as many bytes between the same memories, in turns. On a GPU host memory is page-locked; without
-one, what runs on a CPU is measured. A pair that is refused has no figure. `slowdown` is a matrix product's time
-beside copies, divided by its time alone (GPU). `auto_vs_best`: the one that `auto` picks, over the quickest.
+one, what runs on a CPU is measured. A pair that is refused has no figure. `slowdown` is the time of matrix products
+beside copies, by events on their own stream, divided by their time alone (GPU). `auto_vs_best`: the one that
+`auto` picks, over the quickest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import product
+from itertools import cycle, product
 
 import attrs
 import torch
 
 import offload
-from bench.common import Options, alternate, best, finish, options
+from bench.common import Options, alternate, finish, options
 from offload.core.kinds import Layout
 
 TOKENS = 16
@@ -98,34 +100,104 @@ def measured(cell: Cell, repeats: int) -> Iterator[tuple[str, float]]:
                 yield f"{cell.name(name, way)}_gbs", cell.total / took[name] / 1e9
                 yield f"{cell.name(name, way)}_of_plain", took["plain"] / took[name]
                 if GPU:
-                    moving = partial(submit, io_backend=name)
-                    yield f"{cell.name(name, way)}_slowdown", slowdown(moving)
+                    moving = in_parts(partial(verb, io_backend=name, after=()), there, here)
+                    yield (
+                        f"{cell.name(name, way)}_slowdown",
+                        slowdown(Products.make().start, moving),
+                    )
             assert told.chosen is not None
             fastest = min(took[name] for name in runs)
             yield cell.name("auto_vs_best", way), fastest / took[told.chosen]
+
+
+def in_parts(
+    verb: Callable[..., offload.Transfer], there: Sequence[int], here: Sequence[int]
+) -> list[Callable[[], offload.Transfer]]:
+    """Return submits of an equal share of the pages each, no page in two."""
+    return [
+        partial(verb, host_pages=there[first::PARTS], device_pages=here[first::PARTS])
+        for first in range(PARTS)
+    ]
 
 
 def _moved(submit: Callable[[], offload.Transfer]) -> None:
     submit().result()
 
 
-def slowdown(submit: Callable[[], offload.Transfer]) -> float:
-    """Return the time of matrix products beside copies, divided by their time alone."""
-    one = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+@attrs.frozen(eq=False)
+class Products:
+    """Matrix products on a stream of their own, timed there: what else the device does is not in it."""
 
-    def products() -> None:
-        for _ in range(50):
-            one @ one
+    stream: torch.cuda.Stream
+    factor: torch.Tensor
+
+    @classmethod
+    def make(cls) -> Products:
+        """Return products whose factor is there already."""
+        factor = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
         torch.cuda.synchronize()
+        return cls(torch.cuda.Stream(), factor)
 
-    alone = best(products, 3)
-    under = float("inf")
-    for _ in range(3):
-        moving = [submit() for _ in range(8)]
-        under = min(under, best(products, 1))
-        for each in moving:
-            each.result()
-    return under / alone
+    def start(self) -> Running:
+        """Enqueue 50 products."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self.stream):
+            start.record()
+            for _ in range(50):
+                self.factor @ self.factor
+            end.record()
+        return Running(lambda: bool(end.query()), lambda: float(start.elapsed_time(end)))
+
+
+@attrs.frozen(eq=False)
+class Running:
+    """Compute that was enqueued."""
+
+    over: Callable[[], bool]
+    milliseconds: Callable[[], float]
+    """Between its first and its last kernel; asked when it is over."""
+
+
+IN_FLIGHT = 4
+"""Copies kept under way beside compute, each of pages of its own: those that share pages would take turns."""
+
+PARTS = 2 * IN_FLIGHT
+"""Submits that are taken in turn."""
+
+
+def slowdown(
+    start: Callable[[], Running], parts: Sequence[Callable[[], offload.Transfer]]
+) -> float:
+    """Return the time of compute with copies under way all along, divided by its time alone.
+
+    Args:
+        start: Enqueues the compute.
+        parts: Submits, more than `IN_FLIGHT` of them, no two of the same pages.
+    """
+    _finish(start)  # compiles, loads and warms what there is
+    alone = min(_finish(start) for _ in range(3))
+    return min(_beside(start, parts) for _ in range(3)) / alone
+
+
+def _finish(start: Callable[[], Running]) -> float:
+    running = start()
+    while not running.over():
+        pass
+    return running.milliseconds()
+
+
+def _beside(start: Callable[[], Running], parts: Sequence[Callable[[], offload.Transfer]]) -> float:
+    """Return how long compute takes from when the first copy moves, with others right behind it."""
+    submits = cycle(parts)
+    moving = deque(next(submits)() for _ in range(IN_FLIGHT))
+    moving[0].wait_issued()
+    running = start()
+    while not running.over():
+        moving.popleft().result()
+        moving.append(next(submits)())
+    for each in moving:
+        each.result()
+    return running.milliseconds()
 
 
 def main() -> None:
