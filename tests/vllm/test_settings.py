@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from offload import RequestError, UnknownNameError
+from offload.integrations.vllm.memory import Memory
 from offload.integrations.vllm.settings import GIB, Settings
 
 BLOCK = 1 << 20
+MACHINE = Memory(GIB, "this machine has")
 
 
 @pytest.mark.parametrize(
@@ -43,20 +45,20 @@ def test_an_unknown_key_is_refused_with_the_right_one() -> None:
 
 def test_sizes_become_blocks() -> None:
     """GiB are of one rank, and a part of a block does not count."""
-    memory = 64 * GIB
-    assert Settings.read({"host_gib": 1}).num_host_blocks(BLOCK, memory_bytes=memory) == 1024
-    assert Settings.read({"host_gib": 0.0015}).num_host_blocks(BLOCK, memory_bytes=memory) == 1
-    assert Settings.read({"host_blocks": 7}).num_host_blocks(BLOCK, memory_bytes=memory) == 7
+    memory = Memory(64 * GIB, "this machine has")
+    assert Settings.read({"host_gib": 1}).num_host_blocks(BLOCK, memory=memory) == 1024
+    assert Settings.read({"host_gib": 0.0015}).num_host_blocks(BLOCK, memory=memory) == 1
+    assert Settings.read({"host_blocks": 7}).num_host_blocks(BLOCK, memory=memory) == 7
 
 
 def test_a_host_that_holds_nothing_or_too_much_is_refused() -> None:
     """Both say the sizes, in the unit that the user sets."""
     with pytest.raises(RequestError, match=r"holds no block: one is 1048576 bytes"):
-        Settings.read({"host_gib": 0.0001}).num_host_blocks(BLOCK, memory_bytes=GIB)
+        Settings.read({"host_gib": 0.0001}).num_host_blocks(BLOCK, memory=MACHINE)
     with pytest.raises(
         RequestError, match=r"each of 2 ranks is 2\.0 GiB, and this machine has 1\.0"
     ):
-        Settings.read({"host_gib": 1}).num_host_blocks(BLOCK, memory_bytes=GIB, num_ranks=2)
+        Settings.read({"host_gib": 1}).num_host_blocks(BLOCK, memory=MACHINE, num_ranks=2)
 
 
 @pytest.mark.parametrize(

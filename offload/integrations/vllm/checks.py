@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from offload import RequestError
@@ -45,11 +44,6 @@ def check(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Settings:
     _check_groups(kv_cache_config)
     _check_windows(vllm_config, kv_cache_config)
     return settings
-
-
-def memory_bytes() -> int:
-    """Return how much memory this machine has."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _check_failures(vllm_config: VllmConfig) -> None:

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from offload import RequestError
 from offload.integrations.vllm.adopt import adopt
-from offload.integrations.vllm.checks import check, memory_bytes
+from offload.integrations.vllm.checks import check
+from offload.integrations.vllm.memory import memory
 from offload.integrations.vllm.messages import Outcomes
 from offload.integrations.vllm.needs import check_connector, check_pool
 from offload.integrations.vllm.scheduler_side import SchedulerSide
-from offload.integrations.vllm.settings import Settings
+from offload.integrations.vllm.settings import GIB, Settings
 from offload.integrations.vllm.stats import OffloadPromMetrics, OffloadStats
 from offload.integrations.vllm.versions import needed
 from offload.integrations.vllm.wire import (
@@ -90,15 +91,20 @@ class OffloadConnector(KVConnectorBase_V1):
 
         Raises:
             GeometryError: A cache cannot be adopted.
-            RequestError: Host memory holds no block, or is more than the machine has.
+            RequestError: Host memory holds no block, or is more than the machine or this container has.
             UnsupportedPairError: The io backend cannot copy these caches.
         """
         parallel = self._vllm_config.parallel_config
         adopted = adopt(kv_caches, self._kv_cache_config.num_blocks)
+        there = memory()
         count = self.settings.num_host_blocks(
             adopted.block_bytes,
-            memory_bytes=memory_bytes(),
+            memory=there,
             num_ranks=parallel.local_world_size * max(1, parallel.data_parallel_size_local),
+        )
+        size = count * adopted.block_bytes / GIB
+        _LOG.info(
+            "host memory of a rank: %.1f GiB; %s %.1f GiB", size, there.who, there.nbytes / GIB
         )
         self.worker = WorkerSide.start(self.settings, adopted, count, parallel.rank)
 

@@ -8,6 +8,7 @@ from typing import Literal
 import attrs
 
 from offload import RequestError, UnknownNameError
+from offload.integrations.vllm.memory import Memory
 
 GIB = 1 << 30
 
@@ -89,16 +90,16 @@ class Settings:
         if self.store not in ("all", "prompt", "none"):
             raise UnknownNameError("store", self.store, ["all", "prompt", "none"])
 
-    def num_host_blocks(self, block_bytes: int, *, memory_bytes: int, num_ranks: int = 1) -> int:
+    def num_host_blocks(self, block_bytes: int, *, memory: Memory, num_ranks: int = 1) -> int:
         """Return how many blocks each rank's host memory holds.
 
         Args:
             block_bytes: Of one block of this rank, over all its layers.
-            memory_bytes: What the machine has.
+            memory: What there is.
             num_ranks: Ranks on this machine.
 
         Raises:
-            RequestError: It holds none, or is more than the machine has.
+            RequestError: It holds none, or is more than there is.
         """
         count = self.host_blocks
         if count is None:
@@ -110,11 +111,11 @@ class Settings:
                 f"Set host_gib to {block_bytes / GIB:.3g} or more; a useful size is that of the device's "
                 "KV cache, or a few times it."
             )
-        if count * block_bytes * num_ranks > memory_bytes:
+        if count * block_bytes * num_ranks > memory.nbytes:
             raise RequestError(
                 f"host memory for {count} blocks of {block_bytes} bytes on each of {num_ranks} ranks is "
-                f"{count * block_bytes * num_ranks / GIB:.1f} GiB, and this machine has "
-                f"{memory_bytes / GIB:.1f} GiB. Set a smaller host_gib or host_blocks."
+                f"{count * block_bytes * num_ranks / GIB:.1f} GiB, and {memory.who} "
+                f"{memory.nbytes / GIB:.1f} GiB. Set a smaller host_gib or host_blocks."
             )
         return count
 
