@@ -136,7 +136,7 @@ class Products:
         """Return products whose factor is there already."""
         factor = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
         torch.cuda.synchronize()
-        return cls(torch.cuda.Stream(), factor)
+        return cls(torch.cuda.Stream(), factor)  # type: ignore[no-untyped-call]
 
     def start(self) -> Running:
         """Enqueue 50 products."""
@@ -146,7 +146,8 @@ class Products:
             for _ in range(50):
                 self.factor @ self.factor
             end.record()
-        return Running(lambda: bool(end.query()), lambda: float(start.elapsed_time(end)))
+        over: Callable[[], bool] = end.query
+        return Running(over, lambda: float(start.elapsed_time(end)))
 
 
 @attrs.frozen(eq=False)

@@ -82,7 +82,7 @@ def test_copies_are_under_way_until_compute_is_over(world: World) -> None:
 def test_parts_are_all_pages_once() -> None:
     """Every pair of pages is in one part, and parts are of a size."""
     there, here = shuffled(64, 0), shuffled(64, 1)
-    made = in_parts(lambda **pages: pages, there, here)  # type: ignore[arg-type, return-value]
+    made = in_parts(lambda **pages: pages, there, here)  # type: ignore[arg-type]
     pages = [(p["host_pages"], p["device_pages"]) for p in (part() for part in made)]  # type: ignore[index]
     assert len(pages) == PARTS
     assert {len(hosts) for hosts, _ in pages} == {len(there) // PARTS}
