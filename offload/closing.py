@@ -91,6 +91,8 @@ class Closing:
             await checkpoint()
         shell.ask_for_turn()
         await checkpoint()
+        while shell.stuck is not None and shell.fail_some(shell.stuck):
+            await checkpoint()
         while shell.working:
             await shell.driver.quiesce()
             if shell.working:

@@ -109,6 +109,9 @@ class Shell:
 
     flights: dict[int, Flight] = attrs.field(factory=dict)
     _arrivals: deque[Flight] = attrs.field(factory=deque)
+    failing: deque[Entry] = attrs.field(factory=deque)
+    """What has still to fail because we broke, or the device is lost."""
+
     _inbox: deque[Callable[[], None]] = attrs.field(factory=deque)
     _orders: deque[Callable[[], None]] = attrs.field(factory=deque)
     """Those that whatever is submitted must come after: layers that were written."""
@@ -320,6 +323,8 @@ class Shell:
             if self.driver.lost is not None and self.lost is None:
                 self.lost = self.driver.lost
                 self._give_up(self.lost)
+            if self.failing and self.stuck is not None:
+                self.fail_some(self.stuck)
             more = bool(self._inbox or self._orders) and not self.take_inbox(_PER_TURN)
             pieces = 0
             while self._arrivals and pieces < _PER_TURN:
@@ -454,12 +459,22 @@ class Shell:
         self._give_up(error)
 
     def _give_up(self, error: BaseException) -> None:
-        """Settle everything as failed and refuse everything; no page is unlocked any more."""
+        """Settle everything as failed, some at a time, and refuse everything; no page is unlocked any more."""
         self.stop_intake()
-        for entry in list(self.entries.values()):
-            for each in (entry, *(entry.joined or ())):
-                settle(self, each, State.FAILED, error)
-            entry.wake()  # it may have settled before, and wait for its pages
+        self.failing = deque(self.entries.values())
+        self.fail_some(error)
         self.waiting_threads.wake_all()
         self.vacancies.wake_all()
         self.notify()
+
+    def fail_some(self, error: BaseException) -> bool:
+        """Fail some of what had not settled when we broke; return whether there are more."""
+        for _ in range(min(_PER_TURN, len(self.failing))):
+            entry = self.failing[0]
+            for each in (entry, *(entry.joined or ())):
+                settle(self, each, State.FAILED, error)
+            entry.wake()  # it may have settled before, and wait for its pages
+            self.failing.popleft()
+        if self.failing:
+            self.ask_for_turn()
+        return bool(self.failing)

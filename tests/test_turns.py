@@ -283,3 +283,27 @@ async def test_those_in_line_hear_of_the_close_some_at_a_time() -> None:
             assert sorted(heard) == list(range(8))
             gate.open()
             del first
+
+
+@on_both
+async def test_a_fault_fails_what_is_queued_a_few_at_a_time() -> None:
+    """After a fault of ours one turn fails so many, the next ones the rest; closing leaves none."""
+    loads: list[offload.Transfer] = []
+
+    async def body(wait: bool) -> None:
+        async with offload.open_scheduler(*pools(), driver=SimDriver()) as scheduler:
+            loads[:] = [await scheduler.load(host_pages=[n], device_pages=[0]) for n in range(9)]
+            scheduler._shell._inbox.append(lambda: 1 / 0)  # type: ignore[arg-type]
+            scheduler._shell.take_inbox()
+            assert [load.done for load in loads] == [True] * 2 + [False] * 7
+            if wait:
+                for load in loads:
+                    with pytest.raises(offload.TransferFailed):
+                        await load
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shell, "_PER_TURN", 2)
+        for wait in (True, False):
+            with pytest.raises(ZeroDivisionError):
+                await body(wait)
+            assert [state(load) for load in loads] == ["draining"] * 9
