@@ -1,8 +1,8 @@
 """How long does the library keep the event loop to itself?
 
 A heartbeat beats every 5 ms beside what costs most: a million page ids in one request, 100,000 queued
-requests issued and landed (behind a limit; let go by one `hold`), as many cancelled by closing, and a trace
-exported by a worker thread. The figures are the longest gaps between two beats, in milliseconds; `longest_gap_ms` is the greatest.
+requests issued and landed (behind a limit; let go by one `hold`), as many cancelled by closing, 20,000 tasks that wait for
+room when it closes, as many that wait for pages, and a trace exported by a worker thread. The figures are the longest gaps between two beats, in milliseconds; `longest_gap_ms` is the greatest.
 
 Each is measured three times and the shortest of the longest gaps counts: what we do happens every time, what
 the machine does elsewhere does not. `idle_gap_ms` is the same beside a loop that has nothing to do.
@@ -19,7 +19,8 @@ import gc
 import tempfile
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -142,6 +143,40 @@ async def closing(figures: dict[str, float], count: int) -> None:
         del transfers
 
 
+async def parked(figures: dict[str, float], count: int) -> None:
+    """Close on many tasks that wait for room."""
+    device, host = pools(count)
+    limits = offload.Limits(max_queued_bytes=1, max_inflight_requests=1)
+    async with offload.open_scheduler(device, host, limits=limits) as scheduler:
+
+        async def wait(page: int) -> None:
+            with suppress(offload.SchedulerClosedError):
+                await scheduler.load(host_pages=[page], device_pages=[page])
+
+        async with anyio.create_task_group() as group:
+            for page in range(count):
+                group.start_soon(wait, page)
+                if page % 100 == 99:
+                    await checkpoint()
+            async with heart(figures, "parked_gap_ms"):
+                await scheduler.aclose()
+
+
+async def idlers(figures: dict[str, float], count: int) -> None:
+    """Let many tasks wait for pages, each for its own, while their requests end one after another."""
+    device, host = pools(count)
+    limits = offload.Limits(max_inflight_requests=256)
+    async with offload.open_scheduler(device, host, limits=limits) as scheduler:
+        with scheduler.hold():
+            transfers = await queue(scheduler, count)
+        async with heart(figures, "idlers_gap_ms"), anyio.create_task_group() as group:
+            for page in range(count):
+                group.start_soon(partial(scheduler.idle, host_pages=[page]))
+                if page % 100 == 99:
+                    await checkpoint()
+        del transfers
+
+
 async def exporting(figures: dict[str, float], count: int) -> None:
     """Export a full trace in a worker thread, while the loop goes on."""
     device, host = pools(64)
@@ -176,6 +211,8 @@ async def measure(quick: bool) -> dict[str, float]:
         await crowd(figures, "queued_gap_ms", many, held=False)
         await crowd(figures, "held_gap_ms", many, held=True)
         await closing(figures, many)
+        await parked(figures, many // 5)
+        await idlers(figures, many // 5)
         await exporting(figures, 300 if quick else 3_000)
     figures["longest_gap_ms"] = max(gap for name, gap in figures.items() if "gap" in name)
     figures["gc_torch_ms"] = gc_torch
