@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import attrs
 import numpy as np
 
-from offload.core.batch import Piece
+from offload.core.batch import Piece, State
 from offload.core.hazards import HazardTable
 from offload.core.kinds import Direction
 from offload.core.request import Pages, Request
@@ -138,6 +138,14 @@ class Claims:
             if torn.left:
                 torn.mend(host_pages)
 
+    def note_written(self, backup: Piece) -> None:
+        """Remember whether a backup that leaves has written its host pages whole, or in part."""
+        if backup.parent is None:
+            if backup.whole:
+                self.mend(backup)
+            elif backup.touched:
+                self.tear(backup, backup.end())
+
     def torn(self, load: Piece) -> TransferFailed | None:
         """Return why a load must not read its host pages, or None.
 
@@ -154,6 +162,16 @@ class Claims:
                         f"host page {page} holds part of {why}. Back that page up again, or free it.",
                     )
         return None
+
+
+def let_down(follower: Piece, piece: Piece) -> BaseException | None:
+    """Return what fails a piece that relied on what another was to write, and has left without; None if nothing."""
+    relied = piece.id in follower.relies and piece.landed < follower.last
+    if not relied or not (piece.touched or piece.state is State.FAILED):
+        return None
+    if isinstance(piece.error, TransferFailed):
+        return piece.error  # it was let down itself, and says by whom
+    return TransferFailed.source(piece.name, f"it was to read what comes from {piece.end()}.")
 
 
 def _unwritten(load: Piece, member: int, pages: Pages) -> Pages:

@@ -33,20 +33,20 @@ cancelled request that had not begun has changed nothing, and is as if it had ne
 pages of which a backup has written a part stay torn beyond that (`torn.py`): every later load of them fails,
 until a backup has written them whole. Device pages do not: compute writes them too, and knows better.
 
-Transitions of a request are the table `TRANSITIONS`; anything else is a defect of offload and raises.
+Transitions of a request are a table (`transitions.py`); anything else is a defect of offload and raises. Who
+leaves, and who hears of it, may be as many as there are: `chains.py` takes some of them per event.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Sequence
 
 import attrs
 
 from offload.core.batch import OPEN, Batch, Limits, Piece, State, StreamState
 from offload.core.budget import Budget
-from offload.core.claims import Claims
+from offload.core.chains import TELL_AT_ONCE, Chains
+from offload.core.claims import Claims, let_down
 from offload.core.endless import refuse_endless_wait
 from offload.core.events import (
     Cancel,
@@ -56,8 +56,10 @@ from offload.core.events import (
     Extend,
     Failed,
     Flush,
+    Hasten,
     Issue,
     Landed,
+    Reorder,
     Settle,
     SettleLayer,
     Stop,
@@ -70,26 +72,8 @@ from offload.core.hazards import HazardTable
 from offload.core.in_flight import InFlight
 from offload.core.kinds import Direction
 from offload.core.request import Request
-from offload.errors import InvalidTransitionError, RequestError, TransferFailed
-
-LEAVE_AT_ONCE = 1024
-"""Requests that leave in one event: about 10 ms."""
-
-TELL_AT_ONCE = 4096
-"""Followers that hear in one event that they may go on: about 5 ms."""
-
-TRANSITIONS: dict[tuple[State, str], State] = {
-    (State.QUEUED, "issue"): State.ISSUED,
-    (State.QUEUED, "cancel"): State.CANCELLED,
-    (State.QUEUED, "fail"): State.FAILED,
-    (State.ISSUED, "issue"): State.ISSUED,  # the next layer of a streaming backup
-    (State.ISSUED, "split"): State.QUEUED,  # its batch failed; it goes on alone
-    (State.ISSUED, "land"): State.DONE,
-    (State.ISSUED, "cancel"): State.DRAINING,
-    (State.ISSUED, "fail"): State.DRAINING,
-    (State.DRAINING, "drain cancelled"): State.CANCELLED,
-    (State.DRAINING, "drain failed"): State.FAILED,
-}
+from offload.core.transitions import move
+from offload.errors import InvalidTransitionError, RequestError
 
 
 @attrs.define(eq=False)
@@ -114,22 +98,14 @@ class Machine:
     _streaming: int = 0
     """Streaming backups among the pieces."""
 
-    _leaving: deque[Piece] = attrs.field(factory=deque)
-    _letting_go: bool = False
-    """Whether those who leave are being let go right now."""
-
-    _telling: deque[tuple[Piece, bool, Iterator[Piece]]] = attrs.field(factory=deque)
-    """Who has come further, whether it has left, and those of its followers who have not heard of that yet."""
-
-    _tellable: int = 0
-    """How many may still be told in this event."""
-
+    _chains: Chains = attrs.field(init=False)
     _commands: list[Command] = attrs.field(factory=list)
 
     def __attrs_post_init__(self) -> None:
         self.budget = Budget(self.limits)
         self.in_flight = InFlight(self.budget)
         self.claims = Claims(self.tables)
+        self._chains = Chains(self._leave, self._hear)
 
     def open(self) -> None:
         """Number requests after all that ever used these tables: they tell old from young by number."""
@@ -148,7 +124,7 @@ class Machine:
                 nothing changed.
             InvalidTransitionError: A defect of offload.
         """
-        self._tellable = TELL_AT_ONCE
+        self._chains.tellable = TELL_AT_ONCE
         match event:
             case Request():
                 self._submit(event)
@@ -166,6 +142,8 @@ class Machine:
                 self._cancel(event)
             case Failed():
                 self._failed(event)
+            case Hasten():
+                self._hasten(event)
         commands, self._commands = self._commands, []
         return commands
 
@@ -187,7 +165,7 @@ class Machine:
             piece = self._pieces.popitem()[1]
             piece.touched |= piece.batch is not None
             if piece.request.direction is Direction.BACKUP:
-                self._note_torn(piece)
+                self.claims.note_written(piece)
         self.claims.forget(owner)
 
     def pending(self) -> bool:
@@ -201,16 +179,12 @@ class Machine:
 
     def waiting(self) -> bool:
         """Return whether a `Flush` is worth a try: something is queued, or leaves."""
-        return bool(
-            self._leaving
-            or self._telling
-            or self.in_flight.loads.heaps
-            or self.in_flight.backups.heaps
-        )
+        chains, air = self._chains, self.in_flight
+        return bool(chains.leaving or chains.telling or air.loads.heaps or air.backups.heaps)
 
     def flushable(self) -> bool:
         """Return whether `Flush` would issue something, or let go of more who leave."""
-        return bool(self._leaving or self._telling) or self.in_flight.flushable()
+        return bool(self._chains.leaving or self._chains.telling) or self.in_flight.flushable()
 
     # Submit -----------------------------------------------------------------------------------
 
@@ -300,7 +274,7 @@ class Machine:
             piece.owner.state not in OPEN or piece.first == piece.last
         ):  # or it is one layer, and has landed
             if piece.batch is None and not piece.follows:
-                self._retire(piece)
+                self._chains.retire(piece)
             return
         if piece.blockers or piece.stream is not None:
             return
@@ -317,43 +291,34 @@ class Machine:
                 batch.limit = limit
                 self._commands.append(Extend(batch))
 
-    def _tell(self, piece: Piece) -> None:
-        """Let those who follow a piece see that it has come further, or left: the first now, too many later."""
-        followers = piece.followers
-        if followers:
-            self._telling.append((piece, piece.finished, iter(followers)))
-            if len(self._telling) == 1:
-                self._tell_some()
+    def _hear(self, follower: Piece, piece: Piece, gone: bool) -> None:
+        """Let a follower hear that a piece has come further, or has left."""
+        if gone:
+            if isinstance(follower.follows, set):
+                follower.follows.discard(piece)
+            self._let_down(follower, piece)
+        self._advance(follower)
 
-    def _tell_some(self) -> None:
-        """Tell as many as one event may, in order: who hears late only waits longer."""
-        while self._telling and self._tellable:
-            piece, gone, followers = self._telling[0]
-            for follower in islice(followers, self._tellable):
-                self._tellable -= 1
-                if gone:
-                    self._leave_behind(follower, piece)
-                self._advance(follower)
-            if self._tellable:
-                self._telling.popleft()
-
-    def _leave_behind(self, follower: Piece, piece: Piece) -> None:
-        if isinstance(follower.follows, set):
-            follower.follows.discard(piece)
-        self._let_down(follower, piece)
+    def _hasten(self, event: Hasten) -> None:
+        """Let a request go as early as somebody more urgent wants who shares it, wherever it is by now."""
+        piece = self._pieces.get(event.request)
+        if piece is None or event.due >= piece.request.due:
+            return
+        piece.request.due = event.due
+        batch = piece.batch
+        if batch is None:
+            self.in_flight.hasten(piece)
+        elif event.due < batch.due:
+            batch.due = event.due
+            self._commands.append(Reorder(batch))
 
     def _flush(self) -> None:
-        if self._telling:
-            self._letting_go = True  # of those who leave because of it, no more than one event may
-            self._tell_some()
-            self._letting_go = False
-        if self._leaving:
-            self._let_go()
+        self._chains.go_on()
         for batch in self.in_flight.flush(self._limit):
             for piece in batch.pieces:
                 owner, piece.batch = piece.parent or piece, batch
                 if owner.state is State.QUEUED:
-                    self._move(owner, "issue")
+                    move(owner, "issue")
                     self.budget.dequeue(owner)
                 piece.state = State.ISSUED
             self._commands.append(Issue(batch))
@@ -370,7 +335,7 @@ class Machine:
             if done:
                 self._finish(piece)
             else:
-                self._tell(piece)
+                self._chains.tell(piece)
         if done:
             self.budget.close(batch)
 
@@ -392,7 +357,7 @@ class Machine:
             if not event.untouched:
                 piece.owner.touched = True
             if piece.owner.state not in OPEN:
-                self._retire(piece)
+                self._chains.retire(piece)
             elif batch.failed:
                 self._again(piece, batch.landed)
             else:
@@ -401,7 +366,7 @@ class Machine:
 
     def _again(self, piece: Piece, layer: int) -> None:
         """Queue one piece of a failed batch by itself, from the layer that failed."""
-        self._move(piece, "split")
+        move(piece, "split")
         piece.first, piece.batch, piece.alone = layer, None, True
         piece.waiting = True
         self._advance(piece)
@@ -413,13 +378,13 @@ class Machine:
             owner.touched = True
             owner.stream.land(piece.first)
             if len(owner.stream.landed) < owner.last:
-                self._retire(piece)
-                self._tell(owner)
+                self._chains.retire(piece)
+                self._chains.tell(owner)
                 return
         if owner.state is State.ISSUED:
-            self._move(owner, "land")
+            move(owner, "land")
             self._commands.append(Settle(owner, State.DONE))
-        self._retire(piece)
+        self._chains.retire(piece)
 
     def _cancel(self, event: Cancel) -> None:
         owner = self._pieces.get(event.request)
@@ -431,7 +396,7 @@ class Machine:
         if owner.state is State.QUEUED:
             self.budget.dequeue(owner)
         owner.error = error
-        self._move(owner, word)
+        move(owner, word)
         outcome = State.CANCELLED if word == "cancel" else State.FAILED
         self._commands.append(Settle(owner, outcome))
         if owner.stream is None:
@@ -439,36 +404,18 @@ class Machine:
             return
         for piece in list(owner.stream.pieces):
             self._drop(piece)
-        self._retire(owner)
+        self._chains.retire(owner)
 
     def _drop(self, piece: Piece) -> None:
         """Let go of a piece that nobody wants: at once if it is queued, else when it has drained."""
         batch = piece.batch
         if batch is None:
             self.in_flight.drop(piece)
-            self._retire(piece)
+            self._chains.retire(piece)
         elif not batch.failed and not any(p.owner.state in OPEN for p in batch.pieces):
             self._commands.append(Stop(batch))
 
     # Leaving ---------------------------------------------------------------------------------------
-
-    def _retire(self, piece: Piece) -> None:
-        """Let a piece that moves no more bytes leave, once nobody is ahead of it.
-
-        Others may leave because it does, in chains as long as a queue: so they stand in line here, and who
-        is too many for one event leaves with the next flushes.
-        """
-        self._leaving.append(piece)
-        if len(self._leaving) == 1 and not self._letting_go:
-            self._let_go()
-
-    def _let_go(self) -> None:
-        self._letting_go = True
-        for _ in range(LEAVE_AT_ONCE):
-            if not self._leaving:
-                break
-            self._leave(self._leaving.popleft())
-        self._letting_go = False
 
     def _leave(self, piece: Piece) -> None:
         """Release the claims of a piece, unless somebody is ahead of it."""
@@ -482,12 +429,12 @@ class Machine:
         piece.finished = True
         del self._pieces[piece.id]
         if piece.request.direction is Direction.BACKUP:
-            self._note_torn(piece)
+            self.claims.note_written(piece)
         self.claims.release(piece)
         owner = piece.parent or piece
         if owner is piece and owner.state is State.DRAINING:
-            self._move(owner, "drain cancelled" if owner.error is None else "drain failed")
-        self._tell(piece)
+            move(owner, "drain cancelled" if owner.error is None else "drain failed")
+        self._chains.tell(piece)
         piece.followers = None
         if owner is not piece:
             self._leave_layer(owner, piece)
@@ -500,36 +447,16 @@ class Machine:
         assert stream is not None
         stream.pieces.discard(piece)
         if owner.state not in OPEN and not stream.pieces:
-            self._retire(owner)
-
-    def _move(self, owner: Piece, word: str) -> None:
-        state = TRANSITIONS.get((owner.state, word))
-        if state is None:
-            raise InvalidTransitionError(event=word, state=owner.state, story=(repr(owner),))
-        owner.state = state
+            self._chains.retire(owner)
 
     # Half-written pages ------------------------------------------------------------------------------
-
-    def _note_torn(self, piece: Piece) -> None:
-        """Remember whether a backup that leaves has written its host pages whole, or in part."""
-        if piece.parent is None:
-            if piece.whole:
-                self.claims.mend(piece)
-            elif piece.touched:
-                self.claims.tear(piece, piece.end())
 
     def _let_down(self, follower: Piece, piece: Piece) -> None:
         """Fail a piece that reads what another was to write, and has left without."""
         if follower.owner.state not in OPEN or piece.state is State.DONE:
             return
-        relied = piece.id in follower.relies and piece.landed < follower.last
-        if relied and (piece.touched or piece.state is State.FAILED):
-            error = piece.error
-            if not isinstance(
-                error, TransferFailed
-            ):  # else it was let down itself, and says by whom
-                text = f"it was to read what comes from {piece.end()}."
-                error = TransferFailed.source(piece.name, text)
+        error = let_down(follower, piece)
+        if error is not None:
             self._abandon(follower.owner, "fail", error)
         elif follower.request.direction is Direction.LOAD:
             self._refuse_torn(follower)

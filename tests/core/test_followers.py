@@ -6,7 +6,7 @@ from typing import cast
 
 import pytest
 
-from offload.core import machine
+from offload.core import chains, machine
 from offload.core.batch import Limits, Piece, State
 from offload.core.events import Cancel, Ended, Failed, Flush, Landed
 from tests.core.test_machine import PAGES, Rig
@@ -68,7 +68,7 @@ def test_a_flush_is_worth_a_try_while_somebody_has_not_heard() -> None:
 
 def test_those_who_hear_leave_no_quicker_than_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cancelled requests that leave because they have heard are no more per event than may leave in one."""
-    monkeypatch.setattr(machine, "LEAVE_AT_ONCE", FEW - 1)
+    monkeypatch.setattr(chains, "LEAVE_AT_ONCE", FEW - 1)
     rig = Rig()
     first, loads = behind_one(rig)
     for load in loads:

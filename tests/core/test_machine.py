@@ -10,7 +10,7 @@ import attrs
 import numpy as np
 import pytest
 
-import offload.core.machine as machine_module
+from offload.core import chains
 from offload.core.batch import Batch, Limits, State
 from offload.core.events import (
     Cancel,
@@ -33,8 +33,9 @@ from offload.core.events import (
 from offload.core.hazards import HazardTable
 from offload.core.in_flight import MAX_FLIGHTS
 from offload.core.kinds import Direction
-from offload.core.machine import TRANSITIONS, Machine
+from offload.core.machine import Machine
 from offload.core.request import PATIENCE, Request, due
+from offload.core.transitions import TRANSITIONS, move
 from offload.errors import InvalidTransitionError, RequestError
 
 LAYERS = 3
@@ -347,7 +348,7 @@ def test_every_legal_transition_is_taken(state: State, word: str) -> None:
     piece = rig.machine.find(rig.load([0], [0]))
     assert piece is not None
     piece.state = state
-    rig.machine._move(piece, word)
+    move(piece, word)
     assert piece.state is TRANSITIONS[state, word]
 
 
@@ -362,7 +363,7 @@ def test_every_illegal_transition_is_refused(state: State, word: str) -> None:
     assert piece is not None
     piece.state = state
     with pytest.raises(InvalidTransitionError) as caught:
-        rig.machine._move(piece, word)
+        move(piece, word)
     assert (caught.value.event, caught.value.state) == (word, state)
     assert "request 1 load" in caught.value.story[0]
     assert piece.state is state
@@ -1428,7 +1429,7 @@ def test_a_lost_holder_may_be_the_first_of_all() -> None:
 
 def test_those_who_leave_in_a_chain_leave_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cancelled requests behind one that lands leave in as many flushes as it takes, in order."""
-    monkeypatch.setattr(machine_module, "LEAVE_AT_ONCE", 2)
+    monkeypatch.setattr(chains, "LEAVE_AT_ONCE", 2)
     rig = Rig()
     chain = [rig.load([page], [0]) for page in range(7)]
     rig.do(Flush())

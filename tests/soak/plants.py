@@ -14,6 +14,7 @@ import pytest
 
 from offload import waits
 from offload.core.batch import Piece
+from offload.core.chains import Chains
 from offload.core.events import Stop, Written
 from offload.core.hazards import HazardTable, Pages
 from offload.core.machine import Machine
@@ -67,16 +68,16 @@ def _hazards_do_not_hold_back(patch: Patch) -> None:
 
 def _ghosts_leave_early(patch: Patch) -> None:
     """A request that is cancelled while it follows another lets those behind it run ahead."""
-    before = Machine._retire
+    before = Chains.retire
 
-    def after(self: Machine, piece: Piece) -> None:
+    def after(self: Chains, piece: Piece) -> None:
         if piece.batch is None and not piece.finished:
             for ahead in piece.follows:
                 ahead.followers = [each for each in ahead.followers or () if each is not piece]
             piece.follows = set()
         before(self, piece)
 
-    patch.setattr(Machine, "_retire", after)
+    patch.setattr(Chains, "retire", after)
 
 
 def _released_before_drained(patch: Patch) -> None:
@@ -86,7 +87,7 @@ def _released_before_drained(patch: Patch) -> None:
         batch = piece.batch
         if batch is not None and len(batch.pieces) == 1 and not batch.closed:
             self._commands.append(Stop(batch))
-        self._retire(piece)
+        self._chains.retire(piece)
 
     patch.setattr(Machine, "_drop", after)
 
