@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from offload import GeometryError, start_scheduler
-from offload.integrations.vllm.adopt import adopt
+from offload.integrations.vllm.adopt import Block, adopt
 
 SIZES = {"L": 3, "B": 5, "H": 2, "N": 4, "C": 6}
 
@@ -85,12 +85,63 @@ def test_kernel_blocks_are_joined(layout: str) -> None:
     round_trip(caches(layout, B=15), 5)
 
 
-def test_layers_stand_in_the_order_of_the_forward() -> None:
+def test_layers_stand_in_the_order_of_the_engine() -> None:
     """Layer 10 comes after layer 9, whatever the order of registration and of names."""
     given = caches("LBHNC", L=11)
     shuffled = dict(sorted(given.items(), reverse=True))
-    layers = adopt(shuffled, SIZES["B"]).layer_of
-    assert [layers[f"model.layers.{layer}.attn"] for layer in range(11)] == list(range(11))
+    layers = adopt(shuffled, SIZES["B"], order=["embedding", *given]).layer_of
+    assert [layers[name] for name in given] == list(range(11))
+
+
+def test_two_towers_that_count_from_0_do_not_take_turns() -> None:
+    """The first number of a name says nothing across towers; one that the engine does not list comes last."""
+    names = [f"{tower}.layers.{layer}.attn" for tower in ("talker", "draft") for layer in (0, 1)]
+    given = dict(zip([*names, "another.attn"], caches("LBHNC", L=5).values(), strict=True))
+    adopted = adopt(given, SIZES["B"], order=names)
+    assert adopted.layer_of == {name: number for number, name in enumerate(given)}
+
+
+BLOCK = Block(2, 4, 24, 192)
+"""What `caches` has, in fp32."""
+
+OTHERS = {
+    "tokens before heads": (torch.zeros(5, 4, 2, 6), "heads is 4, expected 2; tokens are 2, expected 4"),
+    "content before tokens": (torch.zeros(5, 2, 6, 4).transpose(2, 3), "step from content to content is 4, expected 1"),
+    "K and V before blocks": (torch.zeros(10, 4, 2, 3), "heads is 4, expected 2"),
+    "another dtype": (torch.zeros(5, 2, 4, 6, dtype=torch.bfloat16), "bytes of content is 12, expected 24"),
+    "half a block": (torch.zeros(5, 2, 2, 6), "tokens are 2, expected 4"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_four_axes_in_another_order_are_refused(name: str) -> None:
+    """The number of axes and of blocks fits; what vLLM specifies of the layer does not."""
+    cache, text = OTHERS[name]
+    with pytest.raises(GeometryError, match=text) as caught:
+        adopt({"a": cache}, 5, blocks={"a": BLOCK})
+    assert "'a'" in str(caught.value)
+    assert caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("layout", "split"), [*((layout, 1) for layout in LAYOUTS), ("LBHNC", 2), ("LBNHC", 2)]
+)
+def test_what_vllm_specifies_is_adopted(layout: str, split: int) -> None:
+    """Every order in memory, and blocks that attention splits; padding makes a block larger than its rows."""
+    given = caches(layout, B=5 * split, N=4 // split)
+    blocks = dict.fromkeys(given, Block(2, 4, 24, 256))
+    assert adopt(given, 5, blocks=blocks).num_layers == 3
+
+
+def test_a_layer_that_vllm_does_not_specify_is_refused_unless_it_shares() -> None:
+    """A second name for a cache needs no specification; a cache of its own does."""
+    given = caches("LBHNC")
+    given["second"] = given["model.layers.1.attn"]
+    blocks = {name: BLOCK for name in given if name != "second"}
+    assert adopt(given, 5, blocks=blocks).num_layers == 3
+    del blocks["model.layers.2.attn"]
+    with pytest.raises(GeometryError, match=r"'model\.layers\.2\.attn'.*specification is none"):
+        adopt(given, 5, blocks=blocks)
 
 
 def test_shared_caches_are_one_layer_with_two_names() -> None:
@@ -110,7 +161,7 @@ def test_layers_of_several_shapes_are_members_of_a_group() -> None:
         "model.layers.1.indexer": narrow["model.layers.0.attn"],
         "model.layers.2.indexer": narrow["model.layers.1.attn"],
     }
-    adopted = adopt(given, SIZES["B"])
+    adopted = adopt(given, SIZES["B"], order=sorted(given))
     assert [layers for _, layers in adopted.pools] == [(0, 1, 3), (2, 4)]
     assert adopted.block_bytes == 4 * 4 * (3 * 6 + 2 * 2)
     round_trip(given, SIZES["B"])

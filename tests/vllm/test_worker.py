@@ -11,7 +11,7 @@ import attrs
 import pytest
 import torch
 
-from offload import TransferFailed
+from offload import CudaError, RequestError, Transfer, TransferFailed, layerwise
 from offload.integrations.vllm.adopt import adopt
 from offload.integrations.vllm.messages import Job, Outcomes, StepPlan
 from offload.integrations.vllm.settings import Settings
@@ -22,6 +22,13 @@ from tests.vllm.connect import driver
 LAYERS, BLOCKS = 3, 8
 NAMES = [f"model.layers.{layer}.attn" for layer in range(LAYERS)]
 LONG = 10.0
+
+FAULTS = (
+    RequestError("the stream captures a graph"),
+    CudaError("cudaStreamWaitEvent", 900, "operation not permitted"),
+    RuntimeError("CUDA error: out of memory"),
+)
+"""What a call of ours may say on a GPU instead of doing what it was asked."""
 
 
 @attrs.define(eq=False)
@@ -198,6 +205,63 @@ def test_a_broken_load_is_reported_and_breaks_no_forward(rank: Rank, layer: int)
     assert rank.side.bad_blocks() == set()
     assert rank.side.ended() == Outcomes({}, {1: 1})
     assert rank.side.take().failed_loads == 1
+
+
+@pytest.mark.parametrize("error", FAULTS, ids=lambda error: type(error).__name__)
+def test_a_wait_that_cannot_be_made_breaks_the_load_alone(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """A stream that captures, or CUDA's own error: what it would have waited for is computed again."""
+
+    def refuse(*_: object) -> bool:
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(layerwise, "fence", refuse)
+        assert rank.step(StepPlan(load=Job(1, (5, 6), (0, 1)))) == {5, 6}
+    assert rank.side.ended() == Outcomes({}, {1: 1})
+    assert rank.step(StepPlan(load=Job(2, (5, 6), (0, 1)))) == set()
+    assert rank.side.ended() == Outcomes({2: 1})
+
+
+def test_a_fault_of_our_own_is_no_broken_load(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mistake in this code must not look like one of a copy."""
+    monkeypatch.setattr(layerwise, "fence", None)
+    with pytest.raises(TypeError):
+        rank.step(StepPlan(load=Job(1, (5, 6), (0, 1))))
+
+
+@pytest.mark.parametrize("error", FAULTS, ids=lambda error: type(error).__name__)
+def test_a_submit_that_cannot_be_made_breaks_the_job_alone(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Nothing was queued, whoever says that it could not be: both jobs are outcomes, and the next step works."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    plan = StepPlan(load=Job(1, (5,), (0,)), store=Job(2, (3,), (2,)))
+    with monkeypatch.context() as patched:
+        for name in ("load", "backup"):
+            patched.setattr(type(rank.side.mover.scheduler), name, refuse)
+        assert rank.step(plan) == {5}
+    assert rank.side.ended() == Outcomes({}, {1: 1, 2: 1})
+    assert rank.step(StepPlan(load=Job(3, (5,), (0,)))) == set()
+
+
+@pytest.mark.parametrize("error", FAULTS, ids=lambda error: type(error).__name__)
+def test_a_layer_that_cannot_be_stored_breaks_its_store_alone(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """The forward goes on, and its blocks are not stored."""
+
+    def refuse(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Transfer, "layer_written", refuse)
+        assert rank.step(StepPlan(store=Job(2, (3,), (2,))), value=20) == set()
+    assert rank.all_ended() == Outcomes({}, {2: 1})
 
 
 def test_a_broken_load_of_a_layer_that_nobody_asked_for_is_reported(rank: Rank) -> None:

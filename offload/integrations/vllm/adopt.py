@@ -1,18 +1,19 @@
-"""vLLM's KV tensors as a pool group, by their strides alone.
+"""vLLM's KV tensors as a pool group, by their strides.
 
 vLLM shows every layer as `[B, H, N, C]` (blocks, head slots, tokens, content: K and V packed, or one latent
 row), whatever the order in memory; a layout such as LBHNC or BLNHC is a permutation of the strides. So no
-layout is named here: any order whose blocks step evenly is adopted, and what has another shape is refused.
+layout is named here: any order whose blocks step evenly is adopted, and what has another shape than vLLM's
+own specification of the layer is refused.
 
 Layers of one shape and stride form a member of the group; a model with several kinds of layers has several.
-Layers that share their cache with another are that layer under a second name.
+Layers that share their cache with another are that layer under a second name. They stand in the order in which
+the engine made them, whatever their names: a model may have two towers that both count from 0.
 """
 
 # Axes: B blocks, H head slots, N tokens per kernel block, C content, r kernel blocks per block.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 
 import attrs
@@ -20,7 +21,17 @@ import torch
 
 from offload import DevicePool, GeometryError, HostPool, Pair, PoolGroup, PoolSpec
 
-_NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
+
+@attrs.frozen
+class Block:
+    """A layer's part of a block, as vLLM specifies it."""
+
+    num_heads: int
+    num_tokens: int
+    """Rows of each head; one for each token, unless a cache is compressed."""
+    content_bytes: int
+    page_bytes: int
+    """Bytes of a block of the layer, padding included."""
 
 
 @attrs.frozen
@@ -66,20 +77,29 @@ class Adopted:
         return PoolGroup(layer_names=None, **pairs)
 
 
-def adopt(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> Adopted:
+def adopt(
+    kv_caches: Mapping[str, torch.Tensor],
+    num_blocks: int,
+    *,
+    blocks: Mapping[str, Block] | None = None,
+    order: Sequence[str] = (),
+) -> Adopted:
     """Return vLLM's registered caches as device pools.
 
     Args:
         num_blocks: Blocks that its scheduler hands out.
+        blocks: By layer, what a block of it is. Layers that share another's cache may be missing.
+        order: Layers in the order of the engine. What is not in it comes last, in the order of registration.
 
     Raises:
         GeometryError: A cache is no tensor of such blocks. Names the layer.
     """
+    place = {name: number for number, name in enumerate(order)}
     own: dict[tuple[object, ...], int] = {}
     layer_of: dict[str, int] = {}
     caches: list[torch.Tensor] = []
-    for name in sorted(kv_caches, key=_position):
-        cache = _blocks(name, kv_caches[name], num_blocks)
+    for name in sorted(kv_caches, key=lambda name: place.get(name, len(place))):
+        cache = _blocks(name, kv_caches[name], num_blocks, (blocks or {}).get(name))
         key = (cache.data_ptr(), cache.shape, cache.stride())
         if key not in own:
             own[key] = len(caches)
@@ -87,7 +107,21 @@ def adopt(kv_caches: Mapping[str, torch.Tensor], num_blocks: int) -> Adopted:
         layer_of[name] = own[key]
     if not caches:
         raise GeometryError("KV caches", expected={"layers": "at least 1"}, got={"layers": 0})
+    if blocks is not None:
+        _check_all_specified(layer_of, blocks)
     return Adopted(_pools(caches), layer_of)
+
+
+def _check_all_specified(layer_of: Mapping[str, int], blocks: Mapping[str, Block]) -> None:
+    specified = {layer for name, layer in layer_of.items() if name in blocks}
+    for name, layer in layer_of.items():
+        if layer not in specified:
+            raise GeometryError(
+                f"KV cache of layer {name!r}",
+                expected={"specification": "one in vLLM's group of KV caches"},
+                got={"specification": "none"},
+                remedy="Leave out the connector for this model.",
+            )
 
 
 def _pools(caches: Sequence[torch.Tensor]) -> tuple[tuple[DevicePool, tuple[int, ...]], ...]:
@@ -118,7 +152,7 @@ def _pool(caches: Sequence[torch.Tensor]) -> DevicePool:
     return DevicePool.adopt(spec, {"k": list(caches)}, axes="p h t d")
 
 
-def _blocks(name: str, cache: object, num_blocks: int) -> torch.Tensor:
+def _blocks(name: str, cache: object, num_blocks: int, block: Block | None) -> torch.Tensor:
     """Return a layer's cache as `[B, H, N, C]` with one row per block of the scheduler."""
     if not isinstance(cache, torch.Tensor):
         raise GeometryError(
@@ -134,9 +168,33 @@ def _blocks(name: str, cache: object, num_blocks: int) -> torch.Tensor:
             got={"shape": tuple(cache.shape)},
             remedy="Unset VLLM_KV_CACHE_LAYOUT, or set it to LBHNC or LBNHC.",
         )
+    if block is not None:
+        _check_block(name, cache, cache.shape[0] // num_blocks, block)
     if cache.shape[0] == num_blocks:
         return cache
     return _whole_blocks(name, cache, num_blocks)
+
+
+def _check_block(name: str, cache: torch.Tensor, ratio: int, block: Block) -> None:
+    """Refuse axes in another order than `[B, H, N, C]`, which four axes alone do not tell."""
+    _, heads, tokens, content = cache.shape
+    content_bytes = content * cache.itemsize
+    nbytes = heads * tokens * ratio * content_bytes
+    found = (
+        ("heads", heads, block.num_heads),
+        ("tokens", tokens * ratio, block.num_tokens),
+        ("bytes of content", content_bytes, block.content_bytes),
+        ("step from content to content", cache.stride(3), 1),
+        ("bytes of a block", nbytes, min(nbytes, block.page_bytes)),
+    )
+    wrong = [each for each in found if each[1] != each[2]]
+    if wrong:
+        raise GeometryError(
+            f"KV cache of layer {name!r}, against vLLM's specification of it",
+            expected={what: expected for what, _, expected in wrong},
+            got={what: got for what, got, _ in wrong},
+            remedy="Unset VLLM_KV_CACHE_LAYOUT, choose another attention backend, or leave out the connector.",
+        )
 
 
 def _whole_blocks(name: str, cache: torch.Tensor, num_blocks: int) -> torch.Tensor:
@@ -168,9 +226,3 @@ def _host_axes(pool: DevicePool) -> str:
     (part,) = pool.geometry.components
     inner = {"h": part.head_stride, "t": part.token_stride, "d": part.dim_stride}
     return " ".join(["l", "p", *sorted(inner, key=lambda letter: -inner[letter])])
-
-
-def _position(name: str) -> tuple[int, str]:
-    """Return where a layer stands in the forward: by the first number in its name."""
-    found = _NUMBER.search(name)
-    return (int(found[1]) if found else -1, name)

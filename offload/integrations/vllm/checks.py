@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from offload import RequestError
+from offload.integrations.vllm.adopt import Block
 from offload.integrations.vllm.settings import Settings
 from offload.integrations.vllm.versions import needed
 
@@ -44,6 +45,22 @@ def check(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Settings:
     _check_groups(kv_cache_config)
     _check_windows(vllm_config, kv_cache_config)
     return settings
+
+
+def layer_blocks(kv_cache_config: KVCacheConfig) -> dict[str, Block]:
+    """Return what a block of each layer is, as vLLM specifies it."""
+    (group,) = kv_cache_config.kv_cache_groups
+    spec = group.kv_cache_spec
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        specs = dict(spec.kv_cache_specs)
+    else:
+        specs = dict.fromkeys(group.layer_names, spec)
+    return {
+        name: Block(
+            each.num_heads, each.num_states, each.state_content_size_bytes, each.page_size_bytes
+        )
+        for name, each in specs.items()
+    }
 
 
 def _check_failures(vllm_config: VllmConfig) -> None:

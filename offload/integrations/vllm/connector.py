@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from offload import RequestError
 from offload.integrations.vllm.adopt import adopt
-from offload.integrations.vllm.checks import check
+from offload.integrations.vllm.checks import check, layer_blocks
 from offload.integrations.vllm.memory import memory
 from offload.integrations.vllm.messages import Outcomes
 from offload.integrations.vllm.needs import check_connector, check_pool
@@ -95,7 +95,12 @@ class OffloadConnector(KVConnectorBase_V1):
             UnsupportedPairError: The io backend cannot copy these caches.
         """
         parallel = self._vllm_config.parallel_config
-        adopted = adopt(kv_caches, self._kv_cache_config.num_blocks)
+        adopted = adopt(
+            kv_caches,
+            self._kv_cache_config.num_blocks,
+            blocks=layer_blocks(self._kv_cache_config),
+            order=list(self._vllm_config.compilation_config.static_forward_context),
+        )
         there = memory()
         count = self.settings.num_host_blocks(
             adopted.block_bytes,

@@ -12,6 +12,10 @@ from offload.integrations.vllm.messages import Job
 
 _LOG = logging.getLogger("vllm.offload")  # below vLLM's own, which has the handlers
 
+FAULTS = (OffloadError, TimeoutError, RuntimeError)
+"""What ends a job and not the engine: ours, and what torch says of CUDA. An error that the device does not recover
+from comes again from the engine's own next call."""
+
 Tags = Mapping[str, str | int | float | bool | None]
 
 
@@ -66,8 +70,8 @@ class Mover:
                     deadline=scheduler.now() + timeout, timeout=timeout,
                 ),
             )  # fmt: skip
-        except (OffloadError, TimeoutError):
-            _LOG.exception("load %d was not submitted; its blocks are computed", job.number)
+        except FAULTS:
+            _LOG.exception("load %d was not submitted; its blocks did not come", job.number)
             return Moving(job, None, broken=True)
         finally:
             self.tags.job = None
@@ -84,7 +88,7 @@ class Mover:
                     deadline=scheduler.now() + timeout, timeout=timeout,
                 ),
             )  # fmt: skip
-        except (OffloadError, TimeoutError):
+        except FAULTS:
             _LOG.exception("store %d was not submitted; its blocks are not stored", job.number)
             return Moving(job, None, broken=True)
         finally:

@@ -13,7 +13,7 @@ from offload.integrations.vllm.probe import (
 from offload.integrations.vllm.versions import needed, refused, warn_if_untested
 
 with needed():
-    from vllm.config import KVTransferConfig, ParallelConfig, VllmConfig
+    from vllm.config import CompilationConfig, KVTransferConfig, ParallelConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
@@ -40,6 +40,7 @@ def check_connector(connector: type) -> None:
         [
             *unknown_hooks(connector, KVConnectorBase_V1),
             *missing_names(VllmConfig, ("max_concurrent_batches", "compilation_config")),
+            *missing_names(CompilationConfig, ("static_forward_context",)),
             *missing_names(KVTransferConfig, ("kv_role", "kv_load_failure_policy")),
             *missing_names(ParallelConfig, ("world_size", "local_world_size", "rank")),
             *missing_names(KVCacheConfig, ("num_blocks", "kv_cache_groups", "hash_block_size")),

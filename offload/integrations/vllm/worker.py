@@ -6,6 +6,9 @@ if some request needs it, `before(name)` and `after(name)` around each attention
 
 * A load that breaks breaks no forward: the layer goes on over what is there, and the blocks are reported, so
   that vLLM computes them again and throws this step's tokens of those requests away.
+  So does one whose wait could not be made, whatever CUDA or the scheduler said: nothing of it is given back
+  before the host knows that no late byte can come. Where that cannot be known, after a copy that never ends or on a
+  device that is lost, the engine ends by a TimeoutError: its blocks are safe for nobody.
 * A load stays under watch until it is over, also when the forward skipped layers: whatever a later forward
   asks for, it waits for all loads that are still moving.
 * Nothing waits for a store, ever. A large one leaves layer by layer while the forward goes on; a small one
@@ -21,11 +24,11 @@ from contextlib import nullcontext
 
 import attrs
 
-from offload import Tracer, TransferFailed, layerwise, start_scheduler
+from offload import Tracer, layerwise, start_scheduler
 from offload.integrations.vllm.adopt import Adopted
 from offload.integrations.vllm.cores import on_spare_cores
 from offload.integrations.vllm.messages import Job, Outcomes, StepPlan
-from offload.integrations.vllm.moving import Moved, Mover, Moving, Tagger
+from offload.integrations.vllm.moving import FAULTS, Moved, Mover, Moving, Tagger
 from offload.integrations.vllm.settings import Settings
 
 _LOG = logging.getLogger("vllm.offload")  # below vLLM's own, which has the handlers
@@ -201,15 +204,24 @@ class WorkerSide:
         try:
             timeout = self.settings.timeout_s + _SLACK_S
             self.moved.waits += layerwise.fence(load.transfer, layer, self._forward, timeout)
-        except (TransferFailed, TimeoutError):
-            _LOG.exception("load %d broke; its blocks are computed again", load.job.number)
+        except FAULTS:
+            _LOG.exception(
+                "load %d broke; as kv_load_failure_policy says, its blocks are computed again or its requests end",
+                load.job.number,
+            )
             load.broken = True
         self.moved.wait_seconds += time.perf_counter() - start
 
     def _written(self, store: Moving, layer: int) -> None:
         store.unwritten.discard(layer)
-        if store.transfer is not None:
+        if store.transfer is None or store.broken:
+            return
+        try:
             store.transfer.layer_written(layer)
+        except FAULTS:
+            _LOG.exception("store %d broke; its blocks are not stored", store.job.number)
+            store.broken = True
+            store.transfer.cancel()
 
     def _abandon(self) -> None:
         """Let go of a step whose forward raised: what it has not written is not stored."""
