@@ -26,7 +26,8 @@ class LoopHandle:
     def __init__(self) -> None:
         self._thread = threading.get_ident()
         self._process = os.getpid()
-        self._post = poster()
+        self.post_threadsafe = poster()
+        """As `post`, without asking which thread this is."""
         self.signal = signals()
         self._asyncio = asyncio.get_running_loop() if running_on_asyncio() else None
         self._trio = None if self._asyncio is not None else _trio_token()
@@ -39,16 +40,20 @@ class LoopHandle:
     @property
     def closed(self) -> bool:
         """Whether the loop has ended for good. One that is only stopped cannot be told from a busy one."""
-        return self._asyncio.is_closed() if self._asyncio is not None else not self._post(_nothing)
+        return (
+            self._asyncio.is_closed()
+            if self._asyncio is not None
+            else not self.post_threadsafe(_nothing)
+        )
 
     def post(self, callback: Callable[[], object]) -> bool:
         """Run `callback` on the loop soon, from any thread; return False when the loop is closed."""
-        return self.soon(callback) if self.here else self._post(callback)
+        return self.soon(callback) if self.here else self.post_threadsafe(callback)
 
     def soon(self, callback: Callable[[], object]) -> bool:
         """Do as `post`, on the loop's own thread."""
         if self._asyncio is None:
-            return self._post(callback)
+            return self.post_threadsafe(callback)
         try:
             self._asyncio.call_soon(callback)
         except RuntimeError:  # the loop is closed

@@ -345,7 +345,8 @@ def test_a_turn_that_a_loop_was_asked_for_and_never_took_holds_no_worker() -> No
             await anyio.lowlevel.checkpoint()
         loop = scheduler._shell.loop
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(loop, "post", lambda callback: True)
+            for door in ("post", "post_threadsafe"):
+                patch.setattr(loop, door, lambda callback: True)
             gates[0].open()
             gates[1].wait_arrived()
 
@@ -379,7 +380,8 @@ def test_a_loop_that_ends_under_a_scheduler_lets_its_pools_go(loop: str, busy: s
         await load.layer(2)
         if busy == "heard":
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(scheduler._shell.loop, "post", lambda callback: True)
+                for door in ("post", "post_threadsafe"):
+                    patch.setattr(scheduler._shell.loop, door, lambda callback: True)
                 gate.open()
                 while not load._entry.flight_of(0).over:  # type: ignore[union-attr]
                     os.sched_yield()
