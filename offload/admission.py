@@ -9,6 +9,7 @@ import numpy as np
 
 from offload.actions import expire, watch
 from offload.core.batch import State
+from offload.core.events import Hasten
 from offload.core.kinds import Direction
 from offload.entry import Entry
 from offload.transfer import Transfer
@@ -83,7 +84,11 @@ def _join(shell: Shell, entry: Entry) -> bool:
         return False
     if not shell.machine.undisturbed(lead.request) or not lead.copying():
         return False
+    due = entry.request.due  # its own, as from here on it has the lead's request
     lead.take(entry)
+    if due < lead.request.due:
+        shell.handle(Hasten(lead.request.id, due))
+        shell.ask_here()
     entry.counters.admit()
     entry.counters.withdraw()
     return True

@@ -9,6 +9,7 @@ from offload.core.events import (
     Command,
     Extend,
     Issue,
+    Reorder,
     Settle,
     SettleLayer,
     Stop,
@@ -39,6 +40,8 @@ def carry_out(shell: Shell, command: Command) -> None:
         case Extend(batch):
             shell.flights[batch.id].limit = batch.limit
             _kick(shell, batch)
+        case Reorder(batch):
+            shell.flights[batch.id].hasten()
         case Watch(batch):
             flight = shell.flights[batch.id]
             flight.watched = flight.by_layer = True

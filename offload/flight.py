@@ -163,9 +163,13 @@ class Flight:
 
     def __attrs_post_init__(self) -> None:
         batch = self.batch
-        self.urgency = (batch.due, batch.id)
+        self.hasten()
         self.limit = batch.limit
         self.issued_layers = self.landed_layers = self._next = batch.first
+
+    def hasten(self) -> None:
+        """Go before others on its stream from the next layer on, as urgent as its batch has become."""
+        self.urgency = (self.batch.due, self.batch.id)
 
     # Called by the stream ------------------------------------------------------------------------
 

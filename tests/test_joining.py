@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import anyio
 import pytest
 import torch
 
 import offload
 from offload.testing import Hooks
-from tests.sched import Bed, contents, on_both, sim_scheduler, state
+from tests.sched import LOOPS, Bed, contents, on_both, on_loops, sim_scheduler, state
 from tests.test_cancel import outcome
 
 
@@ -229,3 +230,90 @@ async def test_compute_queued_between_two_loads_keeps_them_apart() -> None:
         await lead
         await again
         assert torch.equal(view[1], host.view("k", 0)[1])
+
+
+def narrow() -> dict[str, offload.Limits]:
+    """Return limits under which one request is in the air, and the others are queued."""
+    return {"limits": offload.Limits(max_inflight_requests=1)}
+
+
+async def order_of(bed: Bed, loads: dict[str, offload.Transfer]) -> list[str]:
+    """Return the names of transfers in the order in which they settle."""
+    order: list[str] = []
+
+    async def wait(name: str, load: offload.Transfer) -> None:
+        await load
+        order.append(name)
+
+    async with anyio.create_task_group() as tasks:
+        for name, load in loads.items():
+            tasks.start_soon(wait, name, load)
+        await bed.sim.run_until_idle()
+    return order
+
+
+@pytest.mark.parametrize("urgency", [{"priority": 5}, {"deadline": 1.0}], ids=str)
+@on_loops(*LOOPS)
+async def test_a_queued_load_is_as_urgent_as_the_most_urgent_who_shares_it(
+    urgency: dict[str, float],
+) -> None:
+    """Joining a load that is queued far behind takes it to the front: nobody waits longer for having joined."""
+    async with sim_scheduler(bandwidth=1e6, **narrow()) as bed:
+        submit = bed.scheduler.load
+        loads = {
+            f"ahead {page}": await submit(host_pages=[page], device_pages=[page])
+            for page in range(6)
+        }
+        loads["lead"] = await submit(host_pages=[7], device_pages=[7], priority=-5)
+        loads["patient"] = await submit(host_pages=[7], device_pages=[7], priority=-9, join=True)
+        loads["urgent"] = await submit(host_pages=[7], device_pages=[7], join=True, **urgency)
+        assert loads["lead"].id == loads["patient"].id == loads["urgent"].id
+        order = await order_of(bed, loads)
+        assert set(order[:3]) == {"lead", "patient", "urgent"}
+        assert order[3:] == [f"ahead {page}" for page in range(6)]
+
+
+@on_both
+async def test_a_load_in_the_air_overtakes_at_the_next_layer_when_one_more_urgent_joins() -> None:
+    """Behind a batch that its stream carries already, too: from the next layer on it goes first."""
+    async with sim_scheduler(bandwidth=1e6) as bed:
+        big = await bed.scheduler.load(host_pages=[0, 1], device_pages=[0, 1])
+        await bed.sim.advance_to_layer(1)
+        lead = await bed.scheduler.load(host_pages=[7], device_pages=[7], priority=-5)
+        await bed.sim.advance(0.0)
+        urgent = await bed.scheduler.load(host_pages=[7], device_pages=[7], priority=5, join=True)
+        assert urgent.id == lead.id
+        assert await order_of(bed, {"big": big, "lead": lead, "urgent": urgent}) in (
+            ["lead", "urgent", "big"],
+            ["urgent", "lead", "big"],
+        )
+
+
+@on_both
+async def test_who_joins_keeps_its_own_deadline_and_leaves_the_urgency() -> None:
+    """When the one that was more urgent has left, the load that it joined stays in front and is done."""
+    async with sim_scheduler(bandwidth=1e6, **narrow()) as bed:
+        submit = bed.scheduler.load
+        loads = {
+            str(page): await submit(host_pages=[page], device_pages=[page]) for page in range(4)
+        }
+        loads["lead"] = await submit(host_pages=[7], device_pages=[7], priority=-5)
+        urgent = await submit(host_pages=[7], device_pages=[7], deadline=1e-9, join=True)
+        order = await order_of(bed, loads)
+        assert (await outcome(urgent)).startswith("failed at None: TimeoutError")
+        assert order.index("lead") <= 1
+
+
+@on_both
+async def test_joining_keeps_the_order_of_those_who_share_a_page() -> None:
+    """An urgent joiner does not take its load past the one that it must follow."""
+    async with sim_scheduler(bandwidth=1e6, **narrow()) as bed:
+        submit = bed.scheduler.load
+        before = contents(bed.host, [3, 7])
+        loads = {"ahead": await submit(host_pages=[0], device_pages=[1])}
+        loads["first"] = await submit(host_pages=[3], device_pages=[7], priority=-5)
+        loads["lead"] = await submit(host_pages=[7], device_pages=[7], priority=-5)
+        loads["urgent"] = await submit(host_pages=[7], device_pages=[7], priority=5, join=True)
+        order = await order_of(bed, loads)
+        assert order.index("first") < min(order.index("lead"), order.index("urgent"))
+        assert contents(bed.device, [7]) == before[4:]

@@ -212,7 +212,7 @@ class Queue:
     """Those in heaps that are still wanted, by id."""
 
     _dropped: int = 0
-    """Places in heaps of those that are not."""
+    """Places in heaps that are nobody's: of those that are not, and of those that have a better one."""
 
     def push(self, piece: Piece) -> None:
         """Add a piece; it keeps its place by `due` and then by submission."""
@@ -225,18 +225,32 @@ class Queue:
         heappush(heap, (piece.request.due, piece.id))
         self._pieces[piece.id] = piece
 
+    def hasten(self, piece: Piece) -> None:
+        """Give a piece that has become more urgent its new place, if it is here. The old one goes later."""
+        if piece.id in self._pieces:
+            self.push(piece)
+            self._spare_place()
+
     def drop(self, piece: Piece) -> None:
         """Forget a piece that nobody wants any more, if it is here. Its place goes later, with others."""
         if self._pieces.pop(piece.id, None) is not None:
-            self._dropped += 1
-            if self._dropped > SWEEP and 8 * self._dropped > len(self._pieces):
-                self._sweep()
+            self._spare_place()
+
+    def _spare_place(self) -> None:
+        self._dropped += 1
+        if self._dropped > SWEEP and 8 * self._dropped > len(self._pieces):
+            self._sweep()
+
+    def _at(self, due: float, number: int) -> Piece | None:
+        """Return the piece whose place in a heap this is. It never becomes less urgent: so it has no other like it."""
+        piece = self._pieces.get(number)
+        return piece if piece is not None and piece.request.due == due else None
 
     def _sweep(self) -> None:
-        """Take out the places of all who were dropped: few enough stay that no look at a head takes long."""
-        pieces, heaps = self._pieces, self.heaps
+        """Take out the places that are nobody's: few enough stay that no look at a head takes long."""
+        heaps = self.heaps
         for key, heap in list(heaps.items()):
-            heap[:] = [entry for entry in heap if entry[1] in pieces]
+            heap[:] = [place for place in heap if self._at(*place) is not None]
             heapify(heap)
             if not heap:
                 del heaps[key]
@@ -259,9 +273,9 @@ class Queue:
             requests = 1
         heap = [] if key is None else self.heaps[key]
         while heap:
-            number = heap[0][1]
+            due, number = heap[0]
             piece = pieces.get(number)
-            if piece is None:
+            if piece is None or piece.request.due != due:
                 self._dropped -= 1
             else:
                 request = piece.request
@@ -279,9 +293,8 @@ class Queue:
         """Return the key of the heap with the most urgent piece; None when nothing is queued."""
         best: tuple[float, int] | None = None
         found: Hashable = None
-        pieces = self._pieces
         for key, heap in list(self.heaps.items()):
-            while heap and heap[0][1] not in pieces:
+            while heap and self._at(*heap[0]) is None:
                 heappop(heap)
                 self._dropped -= 1
             if not heap:

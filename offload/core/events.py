@@ -43,6 +43,15 @@ class Cancel:
 
 
 @attrs.define
+class Hasten:
+    """Somebody more urgent shares the copies of a request."""
+
+    request: int
+    due: float
+    """When that one counts as late."""
+
+
+@attrs.define
 class Flush:
     """Issue what may be issued, at most one batch per direction."""
 
@@ -79,7 +88,7 @@ class Ended:
     """Nothing of it ever did: it ended before its first layer began."""
 
 
-Event: TypeAlias = Request | Unblock | Written | Cancel | Flush | Landed | Failed | Ended
+Event: TypeAlias = Request | Unblock | Written | Cancel | Hasten | Flush | Landed | Failed | Ended
 
 # Commands -------------------------------------------------------------------------------------
 
@@ -94,6 +103,13 @@ class Issue:
 @attrs.define
 class Extend:
     """The batch may go on: its `limit` has grown."""
+
+    batch: Batch
+
+
+@attrs.define
+class Reorder:
+    """The batch has become more urgent: its `due` is earlier."""
 
     batch: Batch
 
@@ -134,4 +150,4 @@ class Unlock:
     piece: Piece
 
 
-Command: TypeAlias = Issue | Extend | Stop | Watch | SettleLayer | Settle | Unlock
+Command: TypeAlias = Issue | Extend | Reorder | Stop | Watch | SettleLayer | Settle | Unlock

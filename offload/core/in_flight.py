@@ -36,6 +36,11 @@ class InFlight:
         queue = self.loads if piece.request.direction is Direction.LOAD else self.backups
         queue.push(piece)
 
+    def hasten(self, piece: Piece) -> None:
+        """Let a queued piece go as early as its request has come to be due."""
+        queue = self.loads if piece.request.direction is Direction.LOAD else self.backups
+        queue.hasten(piece)
+
     def drop(self, piece: Piece) -> None:
         """Forget a queued piece that nobody wants any more."""
         queue = self.loads if piece.request.direction is Direction.LOAD else self.backups

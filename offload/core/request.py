@@ -30,7 +30,7 @@ row `i` of the other. A bare tuple, since garbage collections pass over those of
 
 @attrs.define(eq=False)
 class Request:
-    """One load or backup, as it was submitted. Nobody changes it; being frozen costs a microsecond more."""
+    """One load or backup, as it was submitted. Nobody changes it but for `due`; being frozen costs a microsecond more."""
 
     id: int
     """Unique and increasing in order of submission: the order in which hazards are resolved."""
@@ -48,7 +48,8 @@ class Request:
     """Pages it moves, over all members."""
 
     due: float
-    """When it counts as late, in seconds on the scheduler's clock: smaller is more urgent."""
+    """When it counts as late, in seconds on the scheduler's clock: smaller is more urgent. Who shares its copies
+    and is more urgent makes it so."""
 
     deadline: float | None = None
     streaming: bool = False

@@ -257,3 +257,46 @@ def test_due_is_the_nearer_of_deadline_and_patience(
 ) -> None:
     """A request is due at its deadline or a patience after submit, a patience earlier per priority."""
     assert due(*given) == expected
+
+
+def test_what_has_become_more_urgent_is_taken_earlier_and_once() -> None:
+    """Its new place counts, its old one does not; what is not queued, or no more, gets none."""
+    pieces = [piece(n, urgency=float(n), route="rs"[n % 2]) for n in range(4)]
+    queue = queue_of(pieces)
+    pieces[3].request.due = -1.0
+    queue.hasten(pieces[3])
+    assert queue.head() is pieces[3]
+    queue.drop(pieces[2])
+    for gone in (pieces[2], piece(9)):
+        queue.hasten(gone)
+    assert take_all(queue) == [[3, 1], [0]]
+    assert queue.heaps == {}
+
+
+def test_the_old_place_of_one_that_comes_back_is_nobodys() -> None:
+    """A piece that was hastened, taken, and queued again alone, is taken from its own place only."""
+    pieces = [piece(0, urgency=1.0), piece(1, urgency=5.0), piece(2, urgency=9.0)]
+    queue = queue_of(pieces)
+    pieces[1].request.due = 0.0
+    queue.hasten(pieces[1])
+    assert queue.take(MANY, MANY, 1) == [pieces[1]]
+    pieces[1].alone = True
+    pieces[1].request.due = -1.0  # somebody even more urgent
+    queue.push(pieces[1])
+    assert take_all(queue) == [[1], [0, 2]]
+
+
+@pytest.mark.parametrize("steps", [1, 8 * SWEEP])
+def test_places_of_the_hastened_are_swept_before_they_pile_up(steps: int) -> None:
+    """However often pieces become more urgent, few old places stay, and the order is that of the new ones."""
+    pieces = [piece(n, urgency=0.0) for n in range(10)]
+    queue = queue_of(pieces)
+    for step in range(steps):
+        one = pieces[step * 7 % 10]
+        one.request.due = -1.0 - step
+        queue.hasten(one)
+        assert sum(map(len, queue.heaps.values())) <= len(pieces) + SWEEP + 1
+    order = sorted(pieces, key=lambda each: (each.request.due, each.id))
+    assert take_all(queue) == [[each.id for each in order]]
+    assert queue.heaps == {}
+    assert queue._dropped == 0
