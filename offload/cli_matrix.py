@@ -86,9 +86,9 @@ def _matrix(verdicts: Sequence[Verdict], footnotes: dict[str, int]) -> Iterator[
         found = [verdict for verdict in verdicts if verdict.layout == layout]
         rows.append([layout, f"{found[0].runs} x {found[0].run_bytes}"])
         for verdict in found:
-            reason = verdict.reason or ""
-            mark = verdict.strategy or f"[{footnotes.setdefault(reason, len(footnotes) + 1)}]"
-            rows[-1].append(mark)
+            why = verdict.reason or verdict.note
+            number = "" if why is None else f"[{footnotes.setdefault(why, len(footnotes) + 1)}]"
+            rows[-1].append(f"{verdict.strategy or ''} {number}".strip())
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))

@@ -15,6 +15,7 @@ from offload.core.geometry import Component, Geometry, matched
 from offload.core.kinds import AUTO, Direction, IoBackend, Layout, PoolKind, parse
 from offload.core.layout import device_geometry, host_geometry
 from offload.core.strategy import Table
+from offload.core.table import Strategy
 from offload.errors import GeometryError, UnknownNameError, UnsupportedPairError, counted, one_of
 
 if TYPE_CHECKING:  # for its name alone: it needs torch, and answers do not
@@ -58,6 +59,8 @@ class Verdict:
     """Whether a host page over all its layers is one contiguous range per component."""
     text: str
     """Everything above as one paragraph."""
+    note: str | None = None
+    """What else there is to know of how it copies, as a sentence without its full stop."""
 
     def __str__(self) -> str:
         """Return the paragraph."""
@@ -153,8 +156,20 @@ def _verdict(
         run_bytes=runs.nbytes,
         whole_page=host.whole_page,
         text="",
+        note=_note(strategy, host),
     )
     return attrs.evolve(verdict, text=str(refusal) if refusal else _paragraph(verdict))
+
+
+def _note(strategy: str | None, host: Geometry) -> str | None:
+    """Say into how many copies over the link `staged` cuts a layer of a page: those of the host's order."""
+    runs = max((part.runs for part in host.components), key=lambda runs: (runs.count, -runs.nbytes))
+    if strategy not in (Strategy.STAGED_ROWS, Strategy.STAGED_HEADS) or runs.count == 1:
+        return None
+    return (
+        f"over the link 'staged' copies each of the host page's {runs.count} runs of "
+        f"{counted(runs.nbytes, 'byte')} by itself"
+    )
 
 
 def _paragraph(verdict: Verdict) -> str:
@@ -166,9 +181,10 @@ def _paragraph(verdict: Verdict) -> str:
         f" So {'do' if len(others) > 1 else 'does'} {one_of(others, word='and')}." if others else ""
     )
     calls = _ONE_CALL if verdict.chosen == IoBackend.MEMCPY_BATCH else ""
+    note = f" {verdict.note[0].upper()}{verdict.note[1:]}." if verdict.note else ""
     return (
         f"io_backend {verdict.chosen!r}{asked} {verb} layout {verdict.layout!r} ({verdict.kind}) by "
-        f"{verdict.strategy!r}: one layer of one page is {pieces}.{calls}{also}"
+        f"{verdict.strategy!r}: one layer of one page is {pieces}.{calls}{note}{also}"
     )
 
 

@@ -49,6 +49,24 @@ def test_a_supported_pair() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("layout", "note"),
+    [
+        ("layer_first", None),
+        ("page_first_direct", None),
+        ("page_first", "each of the host page's 64 runs of 2048 bytes by itself"),
+        ("page_head", "each of the host page's 512 runs of 256 bytes by itself"),
+    ],
+)
+def test_staged_says_how_short_its_copies_over_the_link_are(layout: str, note: str | None) -> None:
+    """Putting rows in order on the device makes nothing longer that is short in the host page."""
+    spec = PoolSpec.mha(num_layers=32, page_size=64, num_kv_heads=8, head_dim=128)
+    verdict = explain(spec, layout=layout, io_backend="staged")
+    assert verdict.note == (None if note is None else f"over the link 'staged' copies {note}")
+    assert ("over the link" in str(verdict).lower()) is (note is not None)
+    assert explain(spec, layout=layout, io_backend="kernel").note is None
+
+
 def test_auto_says_what_it_picks() -> None:
     """`auto` is answered by the io backend it stands for."""
     verdict = explain(SPECS[PoolKind.MHA], layout="page_head", device="cpu")

@@ -49,7 +49,7 @@ def told() -> dict[tuple[str, str, str, str], str]:
                 continue
             for way in ways:
                 for name, cell in zip(names, cells, strict=True):
-                    found[kind, layout, name, way] = notes.get(cell.strip("[]"), cell)
+                    found[kind, layout, name, way] = notes.get(cell.strip("[]"), cell.split()[0])
     return found
 
 

@@ -1,8 +1,12 @@
-"""io backend `staged`: rows are put in the host pool's order on the device, then moved in few large copies.
+"""io backend `staged`: rows are put in the host pool's order on the device; the copy engine alone uses the link.
 
 A backup gathers a layer's rows into device memory in which each page lies as the host pool wants it, and
-copies from there; pages that are neighbours in the host pool are one copy. A load goes the other way. The
-kernel so touches device memory alone, and the copy engine the link.
+copies from there. A load goes the other way.
+
+How long the copies over the link are is the host layout's matter. Where one layer of a page is one run they
+are at least that long, and pages that are neighbours in a layer (`layer_first`) are one copy. Where it is many
+runs (`page_first`: one per token, 2 KiB for 8 heads of 128; `page_head`: one per token and head, 256 bytes)
+each of them is a copy by itself: the copy engine moves those slowly, and `kernel` is the better choice.
 
 Staging memory is bounded, one block per direction: what does not fit goes in several turns. Turns follow each
 other on the stream, so no turn overwrites what the one before still needs.
@@ -80,7 +84,7 @@ def _packed(host: ComponentGeometry, offset: int) -> ComponentGeometry:
 
 
 class StagedBackend:
-    """Relayout on the device, then large copies."""
+    """Relayout on the device, and the host pages' runs over the link."""
 
     name = "staged"
 

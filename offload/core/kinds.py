@@ -47,7 +47,7 @@ class IoBackend(StrEnum):
     """One GPU kernel per layer that gathers or scatters runs."""
 
     STAGED = "staged"
-    """Relayout on the device into a staging ring, then few large copies."""
+    """Relayout on the device in staging memory, and copies of the host page's runs: long ones where it has those."""
 
     CPU = "cpu"
     """Indexed copies between host tensors."""

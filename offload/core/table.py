@@ -31,7 +31,7 @@ class Strategy(StrEnum):
     """A GPU kernel gathers or scatters one head of a token row."""
 
     STAGED_ROWS = "staged_rows"
-    """Rows are put in order in a staging ring on the device, between few large copies."""
+    """Rows are put in the host's order in staging memory on the device; over the link go the host page's runs."""
 
     STAGED_HEADS = "staged_heads"
     """The same, one head of a row at a time."""

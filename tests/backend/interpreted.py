@@ -15,6 +15,7 @@ from offload.backend.base import JoinsLayers, WarmsUp
 from offload.backend.kernel import KernelBackend, variant
 from offload.backend.staged import StagedBackend
 from offload.core.kinds import Direction, IoBackend, Layout
+from offload.errors import counted
 from offload.pool import DevicePool, HostPool
 from offload.spec import PoolSpec
 from offload.testing_cuda import FakeCuda
@@ -83,10 +84,32 @@ def test_staging_makes_one_copy_of_host_neighbours() -> None:
     device, host = pools("mla", Layout.LAYER_FIRST)
     pairs = [(6, 2), (0, 3), (3, 4), (1, 5)]
     with on_stream(fake):
-        StagedBackend().prepare(device, host, Direction.BACKUP, runs_of(pairs)).copy(1)
+        prepared = StagedBackend().prepare(device, host, Direction.BACKUP, runs_of(pairs))
+        prepared.copy(1)
         fake.run()
     assert [call.arguments[0] for call in fake.named("copy_batch")] == [1]
     assert len(fake.named("launch")) == 1
+
+
+@pytest.mark.parametrize("cell", cells(IoBackend.STAGED), ids=lambda cell: "-".join(cell))
+def test_staging_copies_what_explain_says_over_the_link(cell: Cell) -> None:
+    """Each run of the host page is a copy: as many, and as short, as its verdict notes."""
+    name, layout, direction = cell
+    fake = FakeCuda()
+    device, host = pools(name, layout)
+    with on_stream(fake):
+        prepared = StagedBackend().prepare(device, host, direction, runs_of([(0, 0)]))
+        prepared.copy(0)
+        fake.run()
+    sizes = [size for call in fake.named("copy_batch") for size in call.arguments[1]]  # type: ignore[attr-defined]
+    verdict = offload.explain(device.spec, layout=layout, io_backend="staged", direction=direction)
+    runs = [part.runs for part in host.geometry.components]
+    assert sorted(sizes) == sorted(run.nbytes for run in runs for _ in range(run.count))
+    worst = max(runs, key=lambda run: (run.count, -run.nbytes))
+    said = (
+        f"each of the host page's {worst.count} runs of {counted(worst.nbytes, 'byte')} by itself"
+    )
+    assert verdict.note == (None if worst.count == 1 else f"over the link 'staged' copies {said}")
 
 
 def test_the_word_paths_are_all_taken() -> None:
