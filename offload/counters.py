@@ -5,7 +5,7 @@ lost without a lock:
 
     requests    loop's thread            submitted, issued, settled
     copies      the stream's own thread  moved
-    waits       any thread               ready, waited (they count atomically)
+    waits       any thread               ready, fenced, waited (they count atomically)
 
 Units are bytes and nanoseconds; readers convert. The names are those of the metrics in `metrics.py`.
 """
@@ -101,6 +101,7 @@ class DirectionCounters:
     waits: Histogram = attrs.field(factory=lambda: Histogram(WAIT_BOUNDS_NS), init=False)
     """Waits for a layer that suspended, nanoseconds."""
     _ready: Tally = attrs.field(factory=Tally, init=False)
+    _fenced: Tally = attrs.field(factory=Tally, init=False)
     _busy_until: int = attrs.field(default=0, init=False)
     _lock: threading.Lock = attrs.field(factory=threading.Lock, init=False)
 
@@ -146,6 +147,10 @@ class DirectionCounters:
         """Count a wait that found its layer landed."""
         next(self._ready.count)
 
+    def fenced(self) -> None:
+        """Count a wait that was given to a compute stream: the host went on, and did not see it end."""
+        next(self._fenced.count)
+
     def waited(self, ns: int) -> None:
         """Count a wait that suspended for `ns`."""
         with self._lock:
@@ -155,6 +160,11 @@ class DirectionCounters:
     def waits_ready(self) -> int:
         """Waits that found their layer landed."""
         return self._ready.read()
+
+    @property
+    def waits_fenced(self) -> int:
+        """Waits that were given to a compute stream."""
+        return self._fenced.read()
 
 
 @attrs.define(eq=False)

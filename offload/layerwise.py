@@ -167,9 +167,7 @@ def fence(
     """
     _check_transfer("fence", transfer, Direction.LOAD)
     entry = transfer._entry
-    start = waits.fence(entry, layer, timeout)
-    entry.shell.ledger.waited(entry, layer, start, trace)
-    return start != 0
+    return waits.noted_fence(entry, layer, timeout, trace) != 0
 
 
 def _listed(

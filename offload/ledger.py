@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 import attrs
 
 from offload.core.batch import State
+from offload.core.stopwatch import Interval, Mark
 from offload.entry import Entry
 from offload.errors import told
 from offload.logs import SLOW_NS, RateLimited
@@ -74,12 +75,70 @@ class Ledger:
             if tracer is not None and tracer.active:
                 tracer.ready()
             return
-        end = self.clock()
-        counters.waited(end - start_ns)
+        counters.waited(self.clock() - start_ns)
+        self._draw(entry, layer, start_ns, forward)
+
+    def _draw(self, entry: Entry, layer: int, start_ns: int, forward: ForwardTrace | None) -> None:
+        """Trace a wait of the host that is over now."""
+        tracer = self.tracer
         if forward is not None:
-            forward.waited(entry.request.id, layer, start_ns)
+            forward.waited(entry.request.id, layer)
         elif tracer is not None and tracer.active:
+            end = self.clock()
             tracer.wait(entry.request.id, entry.direction, layer, start_ns, end, ASYNC_LANE)
+
+    def point(self) -> Mark | None:
+        """Mark the calling thread's compute stream, where somebody records and the driver can."""
+        tracer = self.tracer
+        if tracer is None or not tracer.active or tracer.stopwatch is None:
+            return None
+        return tracer.stopwatch.mark()
+
+    def fenced(
+        self,
+        entry: Entry,
+        layer: int,
+        start_ns: int,
+        before: Mark | None,
+        forward: ForwardTrace | None = None,
+    ) -> None:
+        """Count a fence that put a compute stream behind a layer that had not landed. Any thread.
+
+        Args:
+            start_ns: When the host began to wait for the layer's issue; 0 when it did not wait.
+            before: The stream's point in front of the fence; a forward has its own.
+        """
+        counters, tracer = entry.counters, self.tracer
+        if start_ns:
+            counters.waited(self.clock() - start_ns)
+        else:
+            counters.fenced()
+        if tracer is None or not tracer.active:
+            return
+        if tracer.stopwatch is None:
+            tracer.unmeasured()
+            if start_ns:
+                self._draw(entry, layer, start_ns, forward)
+        elif forward is not None:
+            forward.waited(entry.request.id, layer)
+        else:
+            self._measure(tracer, entry, layer, before)
+
+    def _measure(self, tracer: Tracer, entry: Entry, layer: int, before: Mark | None) -> None:
+        """Trace what the stream waits between a point of it and this one, once it has passed both."""
+        after = self.point()
+        if before is None or after is None or tracer.stopwatch is None:
+            tracer.unmeasured()
+            return
+        request, direction = entry.request.id, entry.direction
+
+        def told(times: Interval) -> None:
+            if times is None:
+                tracer.unmeasured()
+            else:
+                tracer.wait(request, direction, layer, *times, ASYNC_LANE)
+
+        tracer.stopwatch.between(before, after, told)
 
     def begin_turn(self) -> int:
         """Return when a turn of the loop began; 0 when nobody wants to know."""

@@ -113,12 +113,14 @@ class Collector:
     def _waits(self) -> Metric:
         family = CounterMetricFamily(
             "offload_layer_waits",
-            "Waits for a layer: it had landed (ready), or the waiter was held (stalled).",
+            "Waits for a layer: it had landed (ready), the waiter was held (stalled), or a compute stream "
+            "was put behind it while the host went on (fenced).",
             labels=("direction", *WHERE, "outcome"),
         )
         for where, counts in self._directions():
             family.add_metric((*where, "ready"), counts.waits_ready)
             family.add_metric((*where, "stalled"), counts.waits.count)
+            family.add_metric((*where, "fenced"), counts.waits_fenced)
         return family
 
     def _histograms(self) -> Iterator[Metric]:

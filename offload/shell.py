@@ -37,7 +37,7 @@ from offload.core.machine import Machine
 from offload.core.page_ids import PagesLike
 from offload.core.request import Pages
 from offload.counters import Counters
-from offload.driver.base import Driver
+from offload.driver.base import Driver, TimesCompute
 from offload.entry import Entry
 from offload.errors import RequestError, SchedulerClosedError, counted
 from offload.flight import Flight, WaitingThreads
@@ -152,6 +152,8 @@ class Shell:
         self.timer = Timer(self.driver, self.loop)
         if self.tracer is not None:
             self.tracer.clock = self.driver.now_ns
+            if isinstance(self.driver, TimesCompute):
+                self.tracer.stopwatch = self.driver.stopwatch
             device, entries = str(self.group.anchor.device.device), self.entries
             self.tracer.opened(device, lambda: open_requests(list(entries.values())))
         logger.info("open: %r on %s, %s", self.group, self.driver.name, self.limits)
@@ -290,8 +292,7 @@ class Shell:
         else:
             flight.reported = True
             self._arrivals.append(flight)
-            asked = self._turn_due
-            flight.heard = self.ask_for_turn() and not asked
+            flight.heard = not self._turn_due and self._ask(self.loop.post_threadsafe)
         if flight.over and not flight.heard and self.dead:
             self.ownership.release_after_loop()
 

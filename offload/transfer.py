@@ -169,7 +169,7 @@ class Transfer:
             TimeoutError: Not within `timeout` seconds.
         """
         index = self._index(layer)
-        self._note(index, waits.fence(self._entry, index, timeout))
+        waits.noted_fence(self._entry, index, timeout)
 
     # Acting ------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from anyio.lowlevel import checkpoint
 from offload.actions import refuse_waiting
 from offload.entry import Entry
 from offload.errors import RequestError
+from offload.trace.forward import ForwardTrace
 
 
 async def until(entry: Entry, what: int, reached: Callable[[], bool]) -> bool:
@@ -93,10 +94,13 @@ def for_layer(entry: Entry, layer: int, timeout: float | None = None) -> int:
     return start
 
 
-def for_issue(entry: Entry, layer: int, timeout: float | None = None) -> None:
-    """Block this thread until a layer is on its stream."""
-    what = f"layer {layer} to be issued"
-    block(entry, lambda: entry.issued(layer), what, timeout, issue=True)
+def for_issue(entry: Entry, layer: int, timeout: float | None = None) -> int:
+    """Block this thread until a layer is on its stream; return when a wait that blocked began, in ns, else 0."""
+    if entry.issued(layer):
+        return 0
+    start = entry.shell.driver.now_ns()
+    block(entry, lambda: entry.issued(layer), f"layer {layer} to be issued", timeout, issue=True)
+    return start
 
 
 def fence(entry: Entry, layer: int, timeout: float | None = None) -> int:
@@ -118,14 +122,37 @@ def fence(entry: Entry, layer: int, timeout: float | None = None) -> int:
             "lost or would break the capture. Fence just before the replay."
         )
     entry.follow_layers()
+    start = 0
     while not entry.landed(layer):
-        for_issue(entry, layer, timeout)
+        blocked = for_issue(entry, layer, timeout)
+        start = start or blocked
         flight = entry.flight_of(layer)
         event = None if flight is None else flight.fence(entry.request.id, layer)
         if event is not None:
             driver.compute_stream().wait(event)
             break
-    return 0
+    return start
+
+
+def noted_fence(
+    entry: Entry, layer: int, timeout: float | None = None, forward: ForwardTrace | None = None
+) -> int:
+    """Fence a layer, and write down what the host waited, and what its stream will have waited.
+
+    Returns and raises as `fence` does.
+
+    Args:
+        forward: The one to which the wait is drawn.
+    """
+    ledger, driver = entry.shell.ledger, entry.shell.driver
+    orders = driver.fences and not entry.landed(layer)
+    before = ledger.point() if orders and forward is None else None
+    start = fence(entry, layer, timeout)
+    if orders:
+        ledger.fenced(entry, layer, start, before, forward)
+    else:
+        ledger.waited(entry, layer, start, forward)
+    return start
 
 
 def check_timeout(timeout: float | None) -> None:

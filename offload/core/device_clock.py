@@ -67,9 +67,13 @@ class DeviceClock(Generic[EventT]):
             last: Recorded after it; it has passed.
             issued_ns: When the host enqueued it, before it recorded `first`; nothing starts before that.
         """
+        return self.measured(first, last, issued_ns) or self.seen(issued_ns)
+
+    def measured(self, first: EventT, last: EventT, issued_ns: int) -> tuple[int, int] | None:
+        """Return the same; None where there is no anchor to tell it by."""
         start = self._when(first, issued_ns)
         if start is None:
-            return self.seen(issued_ns)
+            return None
         return self._in_order(start, start + _ns(self.elapsed_ms(first, last)), issued_ns)
 
     def seen(self, issued_ns: int) -> tuple[int, int]:

@@ -33,7 +33,9 @@ A stream never waits on a lock that a flight's callbacks could need, and a callb
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
+
+from offload.core.stopwatch import Stopwatch
 
 
 class Event(Protocol):
@@ -135,6 +137,15 @@ class Stream(Protocol):
 
     def record(self) -> Event:
         """Mark this point of the stream."""
+
+
+@runtime_checkable
+class TimesCompute(Protocol):
+    """A driver that fences, and can measure what a compute stream does: what it waits for, and its layers."""
+
+    @property
+    def stopwatch(self) -> Stopwatch:
+        """Takes times on the calling thread's compute stream; only a recording asks."""
 
 
 class Driver(Protocol):

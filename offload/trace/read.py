@@ -115,6 +115,7 @@ class _Reader:
             device=str(self._meta.get("offload.device", "")),
             dropped=int(self._meta.get("offload.dropped", 0)),
             ready=int(self._meta.get("offload.ready_waits", 0)),
+            unmeasured=int(self._meta.get("offload.unmeasured_waits", 0)),
         )
         return built
 

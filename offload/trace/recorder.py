@@ -14,6 +14,7 @@ Every site is one check, then one call with positional integers that the caller 
 | `request(request, direction, submitted, issued, settled, nbytes, pages, outcome, tags)` | once per request, when it has settled | any |
 | `wait(request, direction, layer, start, end, lane)` | once per wait for a layer that suspended | any |
 | `ready()` | once per wait for a layer that did not suspend | any |
+| `unmeasured()` | once per wait that was given to a compute stream and not measured | any |
 | `layer(layer, start, end, lane, requests)` and `step(start, end, lane)` | by the hooks of a forward (`forward.py`) | any |
 | `tick(start, end)` | once per turn of the scheduler | loop |
 | `instant(name, ns, args)`, `counter(name, ns, values)` | cancels, errors; the used bytes of the host pools | any |
@@ -36,6 +37,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import attrs
 
 from offload.arguments import expect, integer, positive, refusal
+from offload.core.stopwatch import Stopwatch
 from offload.counters import Tally
 from offload.errors import GeometryError, RequestError
 from offload.trace import records as r
@@ -63,6 +65,8 @@ class Recorder:
     """The time origin of an export."""
     clock: Callable[[], int] = attrs.field(default=time.perf_counter_ns, init=False)
     """Nanoseconds, as the driver of the scheduler that records here counts them."""
+    stopwatch: Stopwatch | None = attrs.field(default=None, init=False, repr=False)
+    """Measures the compute streams of that driver, where it has some and can."""
     period: int = attrs.field(default=0, init=False)
     """Goes up when a recording begins anew: what is recorded on change alone is then recorded again."""
     device: str = attrs.field(default="", init=False)
@@ -72,6 +76,7 @@ class Recorder:
     _ring: deque[Record] = attrs.field(init=False, repr=False)
     _seen: Tally = attrs.field(init=False, repr=False)
     _ready: Tally = attrs.field(init=False, repr=False)
+    _unmeasured: Tally = attrs.field(init=False, repr=False)
     _steps: Iterator[int] = attrs.field(init=False, repr=False)
     _lanes: list[bool] = attrs.field(factory=list, init=False, repr=False)
     _lock: threading.Lock = attrs.field(factory=threading.Lock, init=False, repr=False)
@@ -88,7 +93,7 @@ class Recorder:
 
     def _forget(self) -> None:
         self._ring = deque(maxlen=self.capacity)
-        self._seen, self._ready = Tally(), Tally()
+        self._seen, self._ready, self._unmeasured = Tally(), Tally(), Tally()
         self._steps = itertools.count()
         self.period += 1
 
@@ -124,7 +129,7 @@ class Recorder:
 
     def closed(self) -> None:
         """Learn that the scheduler that recorded here has no requests any more."""
-        self._in_flight = self._ended = None
+        self._in_flight = self._ended = self.stopwatch = None
 
     def tags(self) -> Tags | None:
         """Return the caller's labels as they are now. What `labels` raises is raised to the submitter."""
@@ -215,6 +220,10 @@ class Recorder:
     def ready(self) -> None:
         """Count a wait that found its layer landed."""
         next(self._ready.count)
+
+    def unmeasured(self) -> None:
+        """Count a wait of a compute stream whose length nobody knows."""
+        next(self._unmeasured.count)
 
     def step(self, start: int, end: int, lane: int = 0) -> None:
         """Record one forward pass."""

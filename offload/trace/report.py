@@ -119,6 +119,8 @@ class Report:
     """Waits that suspended a forward."""
     ready_waits: int
     """Waits that found their layer landed."""
+    unmeasured_waits: int
+    """Waits of compute streams whose length nobody measured: they are no part of the stall."""
     await_ns: int
     """Time that tasks spent awaiting layers; it held no forward."""
     load: DirectionReport
@@ -166,6 +168,7 @@ class Report:
             stall_ns=sum(wait.end - wait.start for wait in held),
             waits=len(held),
             ready_waits=timeline.ready,
+            unmeasured_waits=timeline.unmeasured,
             await_ns=sum(wait.end - wait.start for wait in timeline.waits) - _total(held),
             load=_direction(timeline.copies, "load", compute),
             backup=_direction(timeline.copies, "backup", compute),
@@ -189,10 +192,15 @@ class Report:
     def headline(self) -> str:
         """Return the four numbers in one line."""
         return (
-            f"stalled {self.stall_ratio:.1%} of forward · load {self.load.rate}, "
+            f"{self._stalled()} of forward · load {self.load.rate}, "
             f"{self.load.overlap:.1%} hidden · backup {self.backup.rate} · "
             f"{self.coalescing:.2f}x coalesced"
         )
+
+    def _stalled(self) -> str:
+        if not self.unmeasured_waits:
+            return f"stalled {self.stall_ratio:.1%}"
+        return f"stalled at least {self.stall_ratio:.1%}" if self.waits else "unmeasured stalls"
 
     def __str__(self) -> str:
         return "\n".join((*self._summary(), *self._table()))
@@ -209,6 +217,10 @@ class Report:
         ]
         if self.await_ns:
             text.append(f"  tasks awaited layers for {self.await_ns / 1e6:.3f} ms beside that")
+        if self.unmeasured_waits and self.waits:
+            text.append(
+                f"  not measured: {counted(self.unmeasured_waits, 'wait')} of a compute stream"
+            )
         if self.dropped:
             text.append(f"  RING FULL: oldest lost ({counted(self.dropped, 'record')})")
         return text
@@ -273,6 +285,9 @@ def _layer(layer: int, loads: Sequence[Copy], waits: Sequence[Wait]) -> LayerRep
 def _stall_line(report: Report) -> str:
     if not report.forward_ns:
         return "  no forward was recorded: layerwise.attach(...) records them"
+    if report.unmeasured_waits and not report.waits:
+        waits = counted(report.unmeasured_waits, "wait")
+        return f"  stalled waiting for loads: not measured ({waits} of a compute stream)"
     ms = f"{report.stall_ns / 1e6:10.3f} ms"
     return f"  stalled waiting for loads {ms}  {report.stall_ratio:8.1%} of forward"
 

@@ -45,6 +45,8 @@ class Timeline:
     """Records lost because the ring was full."""
     ready: int = 0
     """Waits that found their layer landed."""
+    unmeasured: int = 0
+    """Waits of compute streams whose length nobody knows."""
 
     @classmethod
     def of(

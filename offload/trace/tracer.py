@@ -100,6 +100,7 @@ class Tracer(Recorder):
             device=self.device,
             dropped=max(0, seen - len(snapshot)),
             ready=ready,
+            unmeasured=self._unmeasured.read(),
         )
 
     def report(self) -> Report:

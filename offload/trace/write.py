@@ -108,6 +108,7 @@ def header(timeline: Timeline) -> str:
         "offload.dropped": timeline.dropped,
         "offload.records": timeline.records,
         "offload.ready_waits": timeline.ready,
+        "offload.unmeasured_waits": timeline.unmeasured,
         "offload.rank": timeline.rank,
         "offload.device": timeline.device,
     }

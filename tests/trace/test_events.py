@@ -13,7 +13,7 @@ from tests.trace.story import START, US, story_tracer
 GOLDEN = """\
 {"displayTimeUnit":"ns","schemaVersion":1,"distributedInfo":{"rank": 2},
 "metadata":{"offload.schema": 1, "offload.t0_unix_ns": 1800000000000000000, "offload.ring_full": 0, \
-"offload.dropped": 0, "offload.records": 6, "offload.ready_waits": 1, "offload.rank": 2, "offload.device": "cuda:1"},
+"offload.dropped": 0, "offload.records": 6, "offload.ready_waits": 1, "offload.unmeasured_waits": 0, "offload.rank": 2, "offload.device": "cuda:1"},
 "traceEvents":[
 {"ph":"M","name":"process_name","pid":10000002,"args":{"name":"offload rank2 cuda:1"}},
 {"ph":"M","name":"process_labels","pid":10000002,"args":{"labels":"KV offload"}},

@@ -148,8 +148,8 @@ def test_forward_splits_steps() -> None:
     tracer = Tracer()
     forward = ForwardTrace(tracer)
     for layer in (0, 1, 0, 1):
-        start = forward.arrive(layer)
-        forward.waited(9, layer, start)
+        forward.arrive(layer)
+        forward.waited(9, layer)
         forward.leave(layer, (9,))
     forward.close()
     recorded = tracer.timeline()
