@@ -33,8 +33,8 @@ def attach(
 ) -> Attachment:
     """Install hooks on a model's layers; a context manager, which removes them.
 
-    Before layer `i` runs, its thread waits until every `load` has landed layer `i`; on a GPU its stream is
-    fenced instead, and the host goes on. After it ran, every `backup` (streaming) hears
+    Before layer `i` runs, its thread waits until every `load` has landed layer `i`; on a GPU until it is
+    issued, and its stream is fenced (`Transfer.fence`). After it ran, every `backup` (streaming) hears
     `layer_written(i)`. One forward at a time; concurrent forwards attach to modules of their own.
 
     A forward that raises inside the block cancels the backups whose layers it has not written.

@@ -160,7 +160,10 @@ class Transfer:
     def fence(self, layer: int | str, timeout: float | None = None) -> None:
         """Order this thread's compute stream after a layer; where compute is the thread, wait for it.
 
-        On a stream the host goes on; it waits, for `timeout` seconds at most, only until the layer is issued.
+        On a stream the host waits, for `timeout` seconds at most, until the layer is issued, and goes on while
+        it is copied. A load that follows compute (the default) is not issued before that compute has passed,
+        and a stream issues little ahead: two layers, or more of them up to 64 MiB. So a host that fences layer
+        by layer is not far ahead of its loads. Await `issued` where it must not be held.
 
         Raises:
             RequestError: The stream is capturing a graph (fence just before the replay), or this is the

@@ -106,6 +106,8 @@ class Tracer(Recorder):
     def report(self) -> Report:
         """Return how much of the forward was spent waiting, and why. Print it, or take `.to_json()`.
 
+        On a GPU a forward is in it once the device has passed it: synchronize first, or close the scheduler.
+
         `hidden` is the share of copying time in which a layer was computed. The printed table says below
         itself what its columns are.
         """
