@@ -45,11 +45,7 @@ class Scheduler:
     # Life ------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Self:
-        try:
-            self._shell.open()
-        except BaseException:
-            self._shell.ownership.give_back()
-            raise
+        self._shell.open()
         try:
             await warm_up(self._shell.driver, self._shell.router.cold())
         except BaseException:

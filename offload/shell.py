@@ -143,10 +143,15 @@ class Shell:
             self.tracer.take(lambda: loop.closed)
         try:
             self.ownership.take(loop)
-        except BaseException:
+            self._start(loop)
+        except BaseException:  # what was refused above is another's, and stays so
+            self.loop = NoLoop()
+            self.ownership.give_back()
             if self.tracer is not None:
                 self.tracer.closed()
             raise
+
+    def _start(self, loop: LoopHandle) -> None:
         self.machine.open()
         self.loop = loop
         self.timer = Timer(self.driver, self.loop)

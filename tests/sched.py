@@ -166,6 +166,21 @@ def check_left(
         assert pool.pages.table.owner is None
 
 
+async def check_still_open(
+    scheduler: offload.Scheduler, device: offload.DevicePool, host: offload.HostPool
+) -> None:
+    """Check that a scheduler has its pools to itself and serves, after a call that was refused."""
+    for pool in (device, host):
+        assert pool.pages.table.owner is not None
+    with pytest.raises(offload.RequestError, match="belongs to a scheduler that is open"):
+        await offload.open_scheduler(device, host, driver=SimDriver()).__aenter__()
+    driver = scheduler._shell.driver
+    load = await scheduler.load(host_pages=[0], device_pages=[0])
+    if isinstance(driver, SimDriver):
+        await driver.run_until_idle()
+    await load
+
+
 def content(pool: offload.DevicePool | offload.HostPool, page: int, layer: int) -> bytes:
     """Return the bytes of one layer of a page, row by row, alike in every layout."""
     rows = [

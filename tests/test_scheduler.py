@@ -10,7 +10,18 @@ import torch
 import offload
 from offload.testing import Hooks, SimDriver
 from tests import oracle
-from tests.sched import Bed, contents, on_both, on_loops, pools, run, sim_scheduler, state
+from tests.sched import (
+    Bed,
+    check_left,
+    check_still_open,
+    contents,
+    on_both,
+    on_loops,
+    pools,
+    run,
+    sim_scheduler,
+    state,
+)
 
 # Bytes ------------------------------------------------------------------------------------------------
 
@@ -251,16 +262,40 @@ async def test_a_scheduler_that_was_not_entered_says_so(use: str) -> None:
 
 @on_both
 async def test_a_scheduler_is_entered_once() -> None:
-    """A scheduler that was left cannot be entered again, and its pools stay free for another."""
+    """Entered again, an open scheduler keeps its pools and its tracer, and one that was left takes none."""
     device, host = pools()
-    scheduler = offload.open_scheduler(device, host, driver=SimDriver())
+    tracer = offload.Tracer()
+    scheduler = offload.open_scheduler(device, host, driver=SimDriver(), tracer=tracer)
     async with scheduler:
         with pytest.raises(offload.RequestError, match="entered once"):
             await scheduler.__aenter__()
+        await check_still_open(scheduler, device, host)
+        with pytest.raises(offload.RequestError, match="this Tracer records"):
+            await offload.open_scheduler(*pools(), tracer=tracer).__aenter__()
     with pytest.raises(offload.RequestError, match="entered once"):
         async with scheduler:
             pass
-    assert device.pages.table.owner is None
+    check_left(scheduler, device, host)
+
+
+@on_both
+async def test_a_scheduler_that_was_refused_its_pools_may_be_entered_later() -> None:
+    """Refused, because another one has its pools or its tracer, a scheduler opens when those are free."""
+    device, host = pools()
+    tracer = offload.Tracer()
+    one, two = (
+        offload.open_scheduler(device, host, driver=SimDriver(), tracer=tracer) for _ in range(2)
+    )
+    other = offload.open_scheduler(device, host, driver=SimDriver())
+    async with one:
+        for refused in (two, other):
+            with pytest.raises(offload.RequestError, match="that is open"):
+                await refused.__aenter__()
+            await check_still_open(one, device, host)
+    for each in (two, other):
+        async with each:
+            await check_still_open(each, device, host)
+        check_left(each, device, host)
 
 
 # Batches -------------------------------------------------------------------------------------------------
