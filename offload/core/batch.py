@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from enum import StrEnum
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 
 import attrs
 
@@ -251,7 +251,7 @@ class Queue:
         heaps = self.heaps
         for key, heap in list(heaps.items()):
             heap[:] = [place for place in heap if self._at(*place) is not None]
-            heapify(heap)
+            heap.sort()  # a heap as well, and nearly in order: quicker than heapify
             if not heap:
                 del heaps[key]
         self._dropped = 0
