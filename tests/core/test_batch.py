@@ -115,10 +115,10 @@ def test_many_that_are_cancelled_are_taken_out_a_few_at_a_time(order: str, kept:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_places_of_the_dropped_are_swept_before_they_pile_up(
+def test_places_of_nobody_are_swept_before_they_pile_up(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sweep comes with the first drop that makes them more than the bound and an eighth of the rest."""
+    """A sweep comes with the first drop, or new place, that makes them more than the bound and an eighth of the rest."""
     monkeypatch.setattr(batch_module, "SWEEP", 3)
     draw = random.Random(seed)
     queue, queued, dropped = Queue(), list[Piece](), 0
@@ -133,12 +133,19 @@ def test_places_of_the_dropped_are_swept_before_they_pile_up(
             queued[-1].alone = draw.random() < 0.2
             queue.push(queued[-1])
         elif act < 0.95:
-            gone = queued.pop(draw.randrange(len(queued)))
-            queue.drop(gone)
+            spared = queued[draw.randrange(len(queued))]
+            if act < 0.75:
+                spared.request.due -= draw.random() + 0.1
+                queue.hasten(spared)
+            else:
+                queued.remove(spared)
+                queue.drop(spared)
             dropped += 1
             if dropped > 3 and 8 * dropped > len(queued):
                 dropped = 0
-            queue.drop(gone)  # it is not here any more
+            if spared not in queued and draw.random() < 0.5:  # it is not here any more
+                queue.drop(spared)
+                queue.hasten(spared)
         else:
             taken = queue.take(MANY, MANY, draw.randint(1, 5))
             assert taken

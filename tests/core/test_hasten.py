@@ -6,6 +6,7 @@ import pytest
 
 from offload.core.batch import Limits
 from offload.core.events import Cancel, Command, Ended, Failed, Flush, Hasten, Landed, Reorder
+from offload.core.kinds import Direction
 from tests.core.test_machine import Rig
 
 
@@ -21,11 +22,16 @@ def issued(rig: Rig) -> list[int]:
     return [p.id for n in rig.batches if n not in before for p in rig.batches[n].pieces]
 
 
+@pytest.mark.parametrize("direction", Direction)
 @pytest.mark.parametrize("due", [-1.0, 5.0])
-def test_a_queued_request_takes_the_place_of_who_shares_it(due: float) -> None:
+def test_a_queued_request_takes_the_place_of_who_shares_it(
+    due: float, direction: Direction
+) -> None:
     """It goes before those that are less urgent, and keeps its place when it was as urgent already."""
     rig = Rig(Limits(max_batch_requests=1))
-    first, last = rig.load([0], [0], due=0.0), rig.load([1], [1], due=3.0)
+    first, last = (
+        rig.submit(rig.request(direction, [page], [page], due=3.0 * page)) for page in range(2)
+    )
     assert hastened(rig, last, due) == []
     assert issued(rig) == ([last] if due < 0 else [first])
     rig.finish()
