@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
+from weakref import ref
 
 import attrs
 import numpy as np
@@ -65,7 +66,7 @@ def watch(entry: Entry, piece: int, marks: Sequence[Event]) -> None:
     """Let a queued piece of a request go when its marks have landed; fail the request when one raises."""
     try:
         for mark in marks:
-            mark.watch(_Watch(entry, piece, mark))
+            mark.watch(_Watch(ref(entry), piece))
     except BaseException as error:
         _fail_all(entry, error)  # nothing would let it go
         if not isinstance(error, Exception):  # a signal's
@@ -74,25 +75,31 @@ def watch(entry: Entry, piece: int, marks: Sequence[Event]) -> None:
 
 @attrs.define(eq=False)
 class _Watch:
-    """What a mark calls when it has landed, on any thread. More than once counts once."""
+    """What a mark calls when it has landed, on any thread. More than once counts once.
 
-    _entry: Entry
+    A mark may land late, or never: it keeps no request that has gone, nor its scheduler.
+    """
+
+    _entry: ref[Entry]
     _piece: int
-    _mark: Event
     _told: bool = False
 
     def __call__(self) -> None:
-        self._entry.shell.post(self._landed)
+        entry = self._entry()
+        if entry is not None:
+            entry.shell.post(self._landed)
 
     def _landed(self) -> None:
-        if self._told:
+        entry = self._entry()
+        if entry is None or self._told:
             return
         self._told = True
-        error = self._mark.error if isinstance(self._mark, ForeignEvent) else None
+        broken = (mark.error for mark in entry.marks if isinstance(mark, ForeignEvent))
+        error = next((error for error in broken if error is not None), None)
         if error is None:
-            self._entry.shell.handle(Unblock(self._piece))
+            entry.shell.handle(Unblock(self._piece))
         else:
-            _fail_all(self._entry, error)
+            _fail_all(entry, error)
 
 
 def _fail_all(entry: Entry, error: BaseException) -> None:

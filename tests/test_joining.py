@@ -232,9 +232,8 @@ async def test_compute_queued_between_two_loads_keeps_them_apart() -> None:
         assert torch.equal(view[1], host.view("k", 0)[1])
 
 
-def narrow() -> dict[str, offload.Limits]:
-    """Return limits under which one request is in the air, and the others are queued."""
-    return {"limits": offload.Limits(max_inflight_requests=1)}
+NARROW = offload.Limits(max_inflight_requests=1)
+"""One request is in the air, and the others are queued."""
 
 
 async def order_of(bed: Bed, loads: dict[str, offload.Transfer]) -> list[str]:
@@ -258,7 +257,7 @@ async def test_a_queued_load_is_as_urgent_as_the_most_urgent_who_shares_it(
     urgency: dict[str, float],
 ) -> None:
     """Joining a load that is queued far behind takes it to the front: nobody waits longer for having joined."""
-    async with sim_scheduler(bandwidth=1e6, **narrow()) as bed:
+    async with sim_scheduler(bandwidth=1e6, limits=NARROW) as bed:
         submit = bed.scheduler.load
         loads = {
             f"ahead {page}": await submit(host_pages=[page], device_pages=[page])
@@ -266,7 +265,12 @@ async def test_a_queued_load_is_as_urgent_as_the_most_urgent_who_shares_it(
         }
         loads["lead"] = await submit(host_pages=[7], device_pages=[7], priority=-5)
         loads["patient"] = await submit(host_pages=[7], device_pages=[7], priority=-9, join=True)
-        loads["urgent"] = await submit(host_pages=[7], device_pages=[7], join=True, **urgency)
+        loads["urgent"] = await submit(
+            host_pages=[7],
+            device_pages=[7],
+            join=True,
+            **urgency,  # type: ignore[arg-type]
+        )
         assert loads["lead"].id == loads["patient"].id == loads["urgent"].id
         order = await order_of(bed, loads)
         assert set(order[:3]) == {"lead", "patient", "urgent"}
@@ -292,7 +296,7 @@ async def test_a_load_in_the_air_overtakes_at_the_next_layer_when_one_more_urgen
 @on_both
 async def test_who_joins_keeps_its_own_deadline_and_leaves_the_urgency() -> None:
     """When the one that was more urgent has left, the load that it joined stays in front and is done."""
-    async with sim_scheduler(bandwidth=1e6, **narrow()) as bed:
+    async with sim_scheduler(bandwidth=1e6, limits=NARROW) as bed:
         submit = bed.scheduler.load
         loads = {
             str(page): await submit(host_pages=[page], device_pages=[page]) for page in range(4)
@@ -307,7 +311,7 @@ async def test_who_joins_keeps_its_own_deadline_and_leaves_the_urgency() -> None
 @on_both
 async def test_joining_keeps_the_order_of_those_who_share_a_page() -> None:
     """An urgent joiner does not take its load past the one that it must follow."""
-    async with sim_scheduler(bandwidth=1e6, **narrow()) as bed:
+    async with sim_scheduler(bandwidth=1e6, limits=NARROW) as bed:
         submit = bed.scheduler.load
         before = contents(bed.host, [3, 7])
         loads = {"ahead": await submit(host_pages=[0], device_pages=[1])}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterable
 from typing import cast
 
 from offload.driver.base import Event, Stream
+from offload.driver.lookout import look_out
 from offload.errors import RequestError
 
 
@@ -14,14 +16,15 @@ class ForeignEvent:
     """An event that is not ours, such as a `threading.Event`, seen through our protocol.
 
     It needs `wait(timeout)` or `synchronize()`, and `query()` or `is_set()`. Watching one that has not
-    fired costs a thread that ends when it fires, or when it raises: then `error` says what.
+    fired costs a thread, for all who watch it, that ends when it fires, or when it raises: then `error` says what.
     """
 
-    __slots__ = ("_query", "_synchronize", "_wait", "error", "event")
+    __slots__ = ("__weakref__", "_callbacks", "_query", "_synchronize", "_wait", "error", "event")
 
     def __init__(self, event: object) -> None:
         self.event = event
         self.error: BaseException | None = None
+        self._callbacks: list[Callable[[], object]] = []
         self._query = _method(event, "query") or _method(event, "is_set")
         # A torch event's `wait` orders a stream and returns at once: its `synchronize` blocks.
         self._synchronize = _method(event, "synchronize")
@@ -59,26 +62,35 @@ class ForeignEvent:
         return self.query()
 
     def watch(self, callback: Callable[[], object]) -> None:
-        """Call `callback` once when it has fired or has raised, on a helper thread; at once when it already has."""
+        """Call `callback` once when it has fired or has raised, on a helper thread; at once when it already has.
+
+        Not when nobody keeps this object until then: who watches does, or no longer wants to know.
+        """
         if self.query():
             callback()
             return
-        threading.Thread(
-            target=self._call_later, args=(callback,), name="offload-after", daemon=True
-        ).start()
+        self._callbacks.append(callback)
+        if len(self._callbacks) == 1:
+            look_out(self.event, ForeignEvent(self.event).wait, self)
 
-    def _call_later(self, callback: Callable[[], object]) -> None:
-        try:
-            while not self.wait():
-                pass
-        except BaseException as error:  # noqa: BLE001 - for whom it was to let go
-            self.error = error
-        callback()
+    def fire(self, error: BaseException | None) -> None:
+        """Call back: it has fired, or raised."""
+        self.error = error
+        while self._callbacks:
+            self._callbacks.pop(0)()
 
 
 def _method(thing: object, name: str) -> Callable[..., object] | None:
     found = getattr(thing, name, None)
     return cast("Callable[..., object]", found) if callable(found) else None
+
+
+def _for_tasks(thing: object) -> bool:
+    """Return whether this is something that tasks await, and threads cannot wait for."""
+    if inspect.isawaitable(thing):
+        return True
+    methods = (_method(thing, name) for name in ("wait", "synchronize", "query", "is_set"))
+    return any(inspect.iscoroutinefunction(method) for method in methods)
 
 
 def events(after: object) -> tuple[Event, ...]:
@@ -87,6 +99,14 @@ def events(after: object) -> tuple[Event, ...]:
     Raises:
         RequestError: It is no event, no stream, and no sequence of them.
     """
+    if type(after) is tuple:  # the common case, `()`
+        return tuple(event for one in after for event in events(one))
+    if _for_tasks(after):
+        raise RequestError(
+            f"after={after!r} is for tasks, and a request is none: nothing awaits it here. Await it first, or "
+            "pass a threading.Event.",
+            value=after,
+        )
     # 1 one of our events, 2 a stream: its point now, 3 somebody else's event, 4 several.
     if all(_method(after, name) for name in ("query", "wait", "watch")):
         return (cast("Event", after),)
