@@ -52,10 +52,12 @@ def open_scheduler(
         GeometryError: The pools do not fit each other.
         UnsupportedPairError: `io_backend` can copy these pools in neither direction.
         UnknownNameError: No such io backend or driver.
-        RequestError: A pool belongs to a scheduler that is open.
+        RequestError: A pool belongs to a scheduler that is open, or the members of a group are on several
+            devices.
     """
     _check_arguments(limits=limits, tracer=tracer, driver=driver, compute_streams=compute_streams)
     group = _group(device, host)
+    _check_one_device(group)
     router = Router.open(group, io_backend)
     made = _driver(group, driver, compute_streams)
     return Scheduler(Shell(group, router, made, Limits() if limits is None else limits, tracer))
@@ -95,6 +97,20 @@ def _group(device: DevicePool | PoolGroup, host: HostPool | None) -> PoolGroup:
     if host is None:
         raise RequestError("a device pool needs the host pool that backs it: pass host")
     return PoolGroup(kv=Pair(device, host))
+
+
+def _check_one_device(group: PoolGroup) -> None:
+    """Refuse members on several devices: a driver has the streams of one.
+
+    Raises:
+        RequestError: The device pools are not all on one.
+    """
+    if len({member.device.device for member in group.members}) > 1:
+        places = ", ".join(f"{m.name!r} on {m.device.device}" for m in group.members)
+        raise RequestError(
+            f"the members of this group are on several devices: {places}. A scheduler moves pages of one "
+            "device: make a group and a scheduler for each."
+        )
 
 
 def _driver(

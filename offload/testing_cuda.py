@@ -16,6 +16,8 @@ the right functions in the wrong order fails here:
   host saw done (by `synchronize` or `query`) comes before everything that is enqueued afterwards.
 * The arguments of a launch and the arrays of a batched copy are held weakly: freed too early is a fault.
 * A copy across the edge of a registration fails, as it does on a GPU.
+* An event belongs to the device of its first record, and a thread has a current device that says nothing
+  about where kernels run: `testing_cuda_host.py`.
 
 Faults are collected in `faults`, because the code under test catches exceptions; `check` raises them.
 Threads interleave as they like, so a seed fixes the order of the streams and not that of the threads.
@@ -23,9 +25,8 @@ Threads interleave as they like, so a seed fixes the order of the streams and no
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import cast
 
 import numpy as np
@@ -35,7 +36,16 @@ import torch
 from offload.driver.cuda_calls import Launch, RawEvent, RawStream, Spans, Words
 from offload.errors import CudaError
 from offload.testing_cuda_device import FakeDevice
-from offload.testing_cuda_model import FakeEvent, FakeStream, crosses, join, ordered, overlap, weak
+from offload.testing_cuda_model import (
+    FakeEvent,
+    FakeStream,
+    Generic,
+    crosses,
+    join,
+    ordered,
+    overlap,
+    weak,
+)
 
 POISON = 0xA5
 """What a destination holds while its copy is under way."""
@@ -76,77 +86,62 @@ class FakeCuda(FakeDevice):
         """Return the time on a host whose clock is the device's: for `CudaDriver(clock=...)`."""
         return _BOOT_NS + self.time * self.step_ns
 
-    # ---- the calling thread -------------------------------------------------------------------------
-
-    def set_device(self, device: int) -> None:
-        self._thread.device, self._thread.chosen = device, True
-        self._call("set_device", device)
-
-    def current_device(self) -> int:
-        return self._thread.device
-
-    def pci_address(self, device: int) -> str:
-        return f"ffff:ff:{device:02x}.0"
-
-    def relax_capture(self) -> None:
-        self._call("relax_capture")
-        self._thread.relaxed = True
-
-    @contextlib.contextmanager
-    def using(self, stream: RawStream) -> Iterator[None]:
-        mine = cast("FakeStream", stream)
-        before, self._thread.device = self._thread.device, mine.device
-        self._thread.streams.append(mine)
-        try:
-            yield
-        finally:
-            self._thread.streams.pop()
-            self._thread.device = before
-
-    def current_stream(self) -> RawStream:
-        return self._current()
-
-    def capturing(self) -> bool:
-        return self._thread.capturing
-
     # ---- streams and events -------------------------------------------------------------------------
 
     def new_stream(self) -> RawStream:
-        self._call("new_stream")
+        self._call("new_stream", unsafe=True, on=self._thread.device)
         with self._changed:
-            return self._make(0x1000 + len(self._streams))
+            return self._make(0x1000 + len(self._streams), self._thread.device)
 
     def destroy_stream(self, stream: RawStream) -> None:
-        self._call("destroy_stream", stream)
+        self._call("destroy_stream", stream, unsafe=True)
         cast("FakeStream", stream).destroyed = True
 
-    def is_stream(self, value: object) -> bool:
-        return isinstance(value, FakeStream)
+    def drain(self, stream: RawStream) -> None:
+        mine = cast("FakeStream", stream)
+        self._call("drain", stream, unsafe=True)
+        with self._changed:
+            target, clock = mine.enqueued, dict(mine.clock)
+            self._until("drain", lambda: mine.done >= target)
+            self._learn(clock)
+
+    def as_stream(self, value: object) -> RawStream | None:
+        value = value.same if isinstance(value, Generic) else value
+        return value if isinstance(value, FakeStream) else None
 
     def new_event(self, *, timing: bool) -> RawEvent:
         self._call("new_event", timing)
         return FakeEvent(timing)
 
-    def is_event(self, value: object) -> bool:
-        return isinstance(value, FakeEvent)
+    def as_event(self, value: object) -> RawEvent | None:
+        value = value.same if isinstance(value, Generic) else value
+        return value if isinstance(value, FakeEvent) else None
 
     def is_recorded(self, event: RawEvent) -> bool:
         return cast("FakeEvent", event).stream is not None
 
     def record(self, event: RawEvent, stream: RawStream) -> None:
         mine, on = cast("FakeEvent", event), cast("FakeStream", stream)
-        self._call("record", event, stream)
+        self._call("record", event, stream, on=on.device)
+        if mine.device not in (None, on.device):
+            raise RuntimeError(
+                f"Event device {mine.device} does not match recording stream's device {on.device}."
+            )
         with self._changed:
             assert not on.destroyed, "record on a destroyed stream"
+            mine.device, mine.captured = on.device, self._captured(on)
             op = self._append("record", on, [lambda: setattr(mine, "time", self.time)])
             mine.stream, mine.position, mine.clock = on, op.position, dict(on.clock)
 
     def wait(self, event: RawEvent, stream: RawStream) -> None:
         mine, on = cast("FakeEvent", event), cast("FakeStream", stream)
-        self._call("wait", event, stream)
-        if self._thread.capturing:
+        self._call("wait", event, stream, on=on.device)
+        if self._captured(on):
             raise CudaError("wait", 905, "the event was recorded outside of the capture")
+        if mine.captured:
+            self.faults.append("wait: the event is of a capture, which the stream would now join")
         with self._changed:
+            assert not on.destroyed, "wait on a destroyed stream"
             target, position = mine.stream, mine.position
             if target is None:
                 return
@@ -156,6 +151,7 @@ class FakeCuda(FakeDevice):
     def query(self, event: RawEvent) -> bool:
         mine = cast("FakeEvent", event)
         self._call("query", event, unsafe=True)
+        self._askable("query", mine)
         with self._changed:
             if self._running and not mine.done:
                 self._changed.wait(_LOOK)  # asking takes a moment, in which the streams go on
@@ -164,12 +160,23 @@ class FakeCuda(FakeDevice):
     def synchronize(self, event: RawEvent) -> None:
         mine = cast("FakeEvent", event)
         self._call("synchronize", event, unsafe=True)
+        self._askable("synchronize", mine)
         with self._changed:
-            ended = lambda: mine.done or self.broken is not None
-            assert self._changed.wait_for(ended, _PATIENCE), "nobody steps the streams"
-            if self.broken is not None:
-                raise CudaError("synchronize", self.broken)
-            self._saw(mine)
+            # A snapshot, as on a GPU: to record the event again while somebody waits changes nothing for him.
+            stream, position, clock = mine.stream, mine.position, dict(mine.clock)
+            self._until("synchronize", lambda: stream is None or stream.done >= position)
+            self._learn(clock)
+
+    def _askable(self, name: str, event: FakeEvent) -> None:
+        if event.captured:
+            raise CudaError(name, 907, "the event was last recorded in a capturing stream")
+
+    def _until(self, name: str, done: Callable[[], bool]) -> None:
+        """Block until done, or until the context is lost. Under the lock."""
+        ended = lambda: done() or self.broken is not None
+        assert self._changed.wait_for(ended, _PATIENCE), "nobody steps the streams"
+        if self.broken is not None:
+            raise CudaError(name, self.broken)
 
     def elapsed_ms(self, start: RawEvent, end: RawEvent) -> float:
         first, last = cast("FakeEvent", start), cast("FakeEvent", end)
@@ -201,7 +208,7 @@ class FakeCuda(FakeDevice):
 
     def copy_batch(self, destinations: Words, sources: Words, sizes: Words) -> None:
         self._call("copy_batch", len(sizes), sizes.tolist())
-        if self._current().cuda_stream == 0 or self._thread.capturing:
+        if self._current().cuda_stream == 0 or self._captured(self._current()):
             raise CudaError("copy_batch", 400, "the legacy stream and captures take no batch")
         if len(sizes) > MAX_BATCH:
             raise CudaError("copy_batch", 1, f"{len(sizes)} ranges in one call")
@@ -256,7 +263,7 @@ class FakeCuda(FakeDevice):
     # ---- memory -------------------------------------------------------------------------------------
 
     def register(self, address: int, nbytes: int) -> None:
-        self._call("register", address, nbytes, unsafe=True)
+        self._call("register", address, nbytes, unsafe=True, bound=True)
         with self._changed:
             for start, size in self.registered.items():
                 if start < address + nbytes and address < start + size:
@@ -264,13 +271,13 @@ class FakeCuda(FakeDevice):
             self.registered[address] = nbytes
 
     def unregister(self, address: int) -> None:
-        self._call("unregister", address, unsafe=True)
+        self._call("unregister", address, unsafe=True, bound=True)
         with self._changed:
             if self.registered.pop(address, None) is None:
                 raise CudaError("unregister", 713, "not registered")
 
     def host_numbers(self, numbers: npt.NDArray[np.int64]) -> torch.Tensor:
-        self._call("host_numbers", len(numbers))
+        self._call("host_numbers", len(numbers), unsafe=True, on=self._thread.device)
         return torch.from_numpy(numbers.copy())
 
     def device_address(self, address: int) -> int:

@@ -50,8 +50,13 @@ class FakeStream:
         """Whether it has something to do that it may do now."""
         return bool(self.queue) and not self.held and self.queue[0].ready()
 
+    @property
+    def device_index(self) -> int:
+        """Its device, by torch's name for that."""
+        return self.device
+
     def __repr__(self) -> str:
-        return f"<FakeStream {self.cuda_stream} {self.done}/{self.enqueued}>"
+        return f"<FakeStream {self.device}:{self.cuda_stream} {self.done}/{self.enqueued}>"
 
 
 @attrs.define(eq=False)
@@ -59,16 +64,46 @@ class FakeEvent:
     """A snapshot of a stream's position; before the first record, of nothing."""
 
     timing: bool
+    device: int | None = None
+    """That of its first record. Streams of others may wait for it, and not record it."""
     stream: FakeStream | None = None
     position: int = 0
     clock: Clock = attrs.field(factory=dict)
     time: int = 0
     """Steps taken when it passed."""
+    captured: bool = False
+    """Whether its last record went into a graph, so that nobody may ask it."""
 
     @property
     def done(self) -> bool:
         """Whether the snapshot has been reached; true as well when there is none."""
         return self.stream is None or self.stream.done >= self.position
+
+
+@attrs.frozen(eq=False)
+class Generic:
+    """A stream or an event as `torch.Stream` and `torch.Event` speak of it, without CUDA's own names."""
+
+    same: FakeStream | FakeEvent
+
+    def query(self) -> bool:
+        """Return whether all is done: of a stream, what is enqueued by now."""
+        same = self.same
+        return same.done if isinstance(same, FakeEvent) else not same.queue
+
+    def synchronize(self) -> None:
+        """Refuse: in a test nobody would step."""
+        raise AssertionError("asked past the seam")
+
+
+@attrs.define(eq=False)
+class Capture:
+    """A graph that a thread's stream captures."""
+
+    stream: FakeStream
+    thread: int
+    spoiled: str | None = None
+    """The call that made it invalid."""
 
 
 @attrs.define(eq=False)
@@ -108,10 +143,11 @@ class ThreadState(threading.local):
 
     def __init__(self) -> None:
         self.device = 0
-        self.chosen = False
+        self.bound = False
+        """Whether the CUDA driver's own calls find a context."""
         self.streams: list[FakeStream] = []
         self.relaxed = False
-        self.capturing = False
+        self.capture: Capture | None = None
 
 
 def join(clock: Clock, other: Clock) -> None:

@@ -177,7 +177,7 @@ def test_copies_whose_end_cannot_be_marked_keep_what_they_read(
     with on_fake_gpu(group, "memcpy_batch", fake, monkeypatch, paused=True) as scheduler:
         load = scheduler.load(host_pages=[1, 3], device_pages=[4, 2], members=members, after=())
         load.wait_issued(group.num_layers - 1, timeout=PATIENCE)
-        fake.fail(2, nth=1, name="new_event")
+        fake.fail(700, nth=1, name="new_event")
         backup = scheduler.backup(host_pages=[7], device_pages=[7], members=others, after=())
         for each in (load, backup):
             with pytest.raises(offload.TransferFailed, match="new_event"):

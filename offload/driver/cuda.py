@@ -4,8 +4,12 @@ Theory of operation
 -------------------
 Every edge is an event. What the caller's compute has queued is marked in the caller's own frame, on that
 thread's current stream and on the `compute_streams` given at the start, because a current stream belongs
-to a thread: marked later, or elsewhere, it would be another stream and the wait would do nothing.
-Compute is ordered after a layer by `compute_stream().wait(event)`, and the host goes on.
+to a thread: marked later, or elsewhere, it would be another stream and the wait would do nothing. It is the
+current stream of the *pools'* device: kernels run on the device of their tensors, whatever the thread's
+current device is. Compute is ordered after a layer by `compute_stream().wait(event)`, and the host goes on.
+
+A caller's thread, and the loop's, keep their current device; streams are made and destroyed on threads of
+ours. To go to a device and "back" would make a context on device 0 for every rank that is elsewhere.
 
 Streams are made on first use, and all calls go through one `CudaCalls`, so all of this runs on
 `offload.testing.FakeCuda` as it does on a GPU.
@@ -27,10 +31,12 @@ import torch
 
 from offload.driver import foreign
 from offload.driver.base import Event, Flight, Stream
+from offload.driver.cuda_after import Marks
 from offload.driver.cuda_calls import CudaCalls, RawStream
-from offload.driver.cuda_event import CudaEvent, Hub, Waiter
+from offload.driver.cuda_event import CudaEvent, Hub
 from offload.driver.cuda_stream import CudaStream
 from offload.driver.cuda_torch import TorchCuda
+from offload.driver.cuda_waiter import Waiter
 from offload.errors import RequestError
 
 EXIT_SECONDS = 1.0
@@ -66,9 +72,9 @@ class CudaDriver:
         self._compute = tuple(self._raw(stream) for stream in compute_streams)
         self._lock = threading.Lock()
         self._streams: dict[str, CudaStream] = {}
-        self._waiters: dict[int, Waiter] = {}
+        self._marks = Marks(self._hub)
         self._closed = False
-        self._end = weakref.finalize(self, _end, self._hub, self._streams, self._waiters)
+        self._end = weakref.finalize(self, _end, self._hub, self._streams, self._marks)
 
     def __repr__(self) -> str:
         state = ", lost" if self.lost is not None else ""
@@ -92,57 +98,50 @@ class CudaDriver:
             return self._streams[name]
 
     def _new_raw(self, name: str) -> RawStream:
-        calls = self._hub.calls
-        before = calls.current_device()
-        calls.set_device(self._hub.device)
-        try:
-            raw = calls.new_stream()
-        finally:
-            if before != self._hub.device:
-                calls.set_device(before)
-        used = {stream.cuda_stream for stream in self._compute}
-        used |= {stream.raw.cuda_stream for stream in self._streams.values()}
-        if raw.cuda_stream in used:
+        raw = self._hub.new_stream()
+        used = {_key(stream) for stream in self._compute}
+        used |= {_key(stream.raw) for stream in self._streams.values()}
+        if _key(raw) in used:
             raise RuntimeError(f"stream {name!r} shares its handle with another stream in use")
         return raw
 
     def compute_stream(self) -> Stream:
-        """Return the calling thread's current stream."""
-        return ComputeStream(self, self._hub.calls.current_stream())
+        """Return the calling thread's current stream of the pools' device."""
+        return ComputeStream(self, self._hub.calls.current_stream(self._hub.device))
 
     def marks(self) -> tuple[Event, ...]:
         """Record what the calling thread's stream and the compute streams have queued so far."""
         self._alive()
-        streams = {
-            stream.cuda_stream: stream
-            for stream in (self._hub.calls.current_stream(), *self._compute)
-        }
+        current = self._hub.calls.current_stream(self._hub.device)
+        streams = {_key(stream): stream for stream in (current, *self._compute)}
         return tuple(self.mark(stream) for stream in streams.values())
 
     def mark(self, stream: RawStream) -> CudaEvent:
         """Record the present end of a compute stream."""
-        return self._hub.record(stream, self._waiter(stream.cuda_stream))
+        return self._marks.of_stream(stream)
 
     def events(self, after: object) -> tuple[Event, ...]:
-        """Return events for what a caller passed as `after=`.
+        """Return events for what a caller passed as `after=`: each is a point in time, taken now.
 
         Raises:
-            RequestError: It is no event, no stream and no sequence of them, or an event that nobody has
-                recorded: CUDA would not wait for it and would not say so.
+            RequestError: It is no event, no stream and no sequence of them, an event that nobody has
+                recorded, as CUDA would not wait for it and would not say so, or one inside a graph.
         """
         self._alive()
         calls = self._hub.calls
         # 1 a CUDA event of the caller's, 2 a CUDA stream: its point now, 3 several, 4 anything else.
-        if calls.is_event(after):
-            if not calls.is_recorded(after):
+        event = calls.as_event(after)
+        if event is not None:
+            if not calls.is_recorded(event):
                 raise RequestError(
                     "after= is an event that was never recorded, so nothing would wait for it. "
                     "Record it first, or pass () to wait for nothing.",
                     value=after,
                 )
-            return (self._hub.adopt(after, self._waiter(_FOREIGN)),)
-        if calls.is_stream(after):
-            return (self.mark(self._raw(after)),)
+            return self._marks.of_event(event)
+        stream = calls.as_stream(after)
+        if stream is not None:
+            return (self.mark(stream),)
         if isinstance(after, Iterable) and not isinstance(after, str | bytes):
             return tuple(event for one in after for event in self.events(one))
         return foreign.events(after)
@@ -150,18 +149,10 @@ class CudaDriver:
     def _raw(self, stream: object) -> RawStream:
         if isinstance(stream, CudaStream | ComputeStream):
             return stream.raw
-        if not self._hub.calls.is_stream(stream):
+        raw = self._hub.calls.as_stream(stream)
+        if raw is None:
             raise RequestError(f"{stream!r} is not a CUDA stream", value=stream)
-        return cast("RawStream", stream)
-
-    def _waiter(self, handle: int) -> Waiter:
-        """Return the thread that waits for events of one compute stream."""
-        with self._lock:
-            found = self._waiters.get(handle)
-            if found is None:
-                name = "after" if handle == _FOREIGN else f"compute-{handle:x}"
-                found = self._waiters[handle] = Waiter(self._hub, name)
-            return found
+        return raw
 
     def _alive(self) -> None:
         if self.lost is not None:
@@ -170,8 +161,8 @@ class CudaDriver:
             ) from self.lost
 
     def capturing(self) -> bool:
-        """Return whether the calling thread's current stream is capturing a graph."""
-        return self._hub.calls.capturing()
+        """Return whether the calling thread's current stream of the pools' device is capturing a graph."""
+        return self._hub.calls.capturing(self._hub.device)
 
     def now(self) -> float:
         """Return the time in seconds, on the clock of deadlines."""
@@ -195,14 +186,13 @@ class CudaDriver:
             return
         self._closed = True
         self._end.detach()
-        _join(self._streams, self._waiters, None)
-        for stream in self._streams.values():
-            if self.lost is None:
-                self._hub.calls.destroy_stream(stream.raw)
-        self._hub.close()
+        _join(self._streams, self._marks, None)
+        self._hub.close(*(stream.raw for stream in self._streams.values()), *self._marks.streams())
 
 
-_FOREIGN = -1  # the waiter of events whose stream nobody told us
+def _key(stream: RawStream) -> tuple[int, int]:
+    """Return what tells streams apart: each device has a default stream, and all have the same handle."""
+    return stream.device_index, stream.cuda_stream
 
 
 class ComputeStream:
@@ -235,18 +225,15 @@ class ComputeStream:
         return self._driver.mark(self.raw)
 
 
-def _join(
-    streams: dict[str, CudaStream], waiters: dict[int, Waiter], timeout: float | None
-) -> None:
-    ending: list[CudaStream | Waiter] = [*streams.values(), *waiters.values()]
-    stops: list[Callable[[], None]] = [one.stop for one in ending]
-    for stop in stops:
-        stop()
+def _join(streams: dict[str, CudaStream], marks: Marks, timeout: float | None) -> None:
+    ending: list[CudaStream | Waiter] = [*streams.values(), *marks.all]
+    for one in ending:
+        one.stop()
     for one in ending:
         one.join(timeout)
 
 
-def _end(hub: Hub, streams: dict[str, CudaStream], waiters: dict[int, Waiter]) -> None:
+def _end(hub: Hub, streams: dict[str, CudaStream], marks: Marks) -> None:
     """End the threads of a driver that was forgotten, or of an interpreter that exits."""
     if os.getpid() == hub.pid:
-        _join(streams, waiters, EXIT_SECONDS)
+        _join(streams, marks, EXIT_SECONDS)

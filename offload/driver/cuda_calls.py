@@ -39,7 +39,11 @@ class RawStream(Protocol):
 
     @property
     def cuda_stream(self) -> int:
-        """Its handle; 0 is the legacy default stream."""
+        """Its handle; 0 is the legacy default stream, and each device has one of those."""
+
+    @property
+    def device_index(self) -> int:
+        """Its device."""
 
 
 @attrs.frozen(eq=False)
@@ -88,16 +92,22 @@ class CudaCalls(Protocol):
         """Return where a device hangs, such as `0000:1b:00.0`."""
 
     def relax_capture(self) -> None:
-        """Let the calling thread make calls that another thread's graph capture would forbid."""
+        """Let the calling thread make calls that another thread's graph capture would forbid, for good."""
+
+    def relaxed(self) -> contextlib.AbstractContextManager[None]:
+        """Let it make them for the length of a block: to ask an event, to block, to register memory.
+
+        Without that the call fails, and the capture of the other thread becomes invalid.
+        """
 
     def using(self, stream: RawStream) -> contextlib.AbstractContextManager[None]:
         """Make `stream` and its device current for the calling thread, for the length of a block."""
 
-    def current_stream(self) -> RawStream:
-        """Return the calling thread's current stream."""
+    def current_stream(self, device: int) -> RawStream:
+        """Return the calling thread's current stream of a device, whatever its current device is."""
 
-    def capturing(self) -> bool:
-        """Return whether the calling thread's current stream is capturing a graph."""
+    def capturing(self, device: int) -> bool:
+        """Return whether the calling thread's current stream of a device is capturing a graph."""
 
     # Streams and events.
 
@@ -107,14 +117,20 @@ class CudaCalls(Protocol):
     def destroy_stream(self, stream: RawStream) -> None:
         """Destroy a stream that `new_stream` made. Work on it still runs to its end."""
 
-    def is_stream(self, value: object) -> bool:
-        """Return whether this is a stream of this kind of device."""
+    def drain(self, stream: RawStream) -> None:
+        """Block the calling thread until all that was enqueued on a stream is done."""
+
+    def as_stream(self, value: object) -> RawStream | None:
+        """Return the stream that a caller's object is, if it is one of this kind of device."""
 
     def new_event(self, *, timing: bool) -> RawEvent:
-        """Create an event that blocks instead of spinning. It orders nothing before `record`."""
+        """Create an event that blocks instead of spinning. It orders nothing before `record`.
 
-    def is_event(self, value: object) -> bool:
-        """Return whether this is an event of this kind of device."""
+        It belongs to the device of its first record, and streams of others may wait for it only.
+        """
+
+    def as_event(self, value: object) -> RawEvent | None:
+        """Return the event that a caller's object is, if it is one of this kind of device."""
 
     def is_recorded(self, event: RawEvent) -> bool:
         """Return whether somebody has recorded the event. Before that, waits on it do nothing."""
@@ -186,6 +202,11 @@ _BOUND = _Bound()
 def bind(calls: CudaCalls) -> None:
     """Let backends on the calling thread find `calls`. A stream's threads do it once, first."""
     _BOUND.calls = calls
+
+
+def is_bound() -> bool:
+    """Return whether the calling thread is a stream's, or another of ours."""
+    return _BOUND.calls is not None
 
 
 def here() -> CudaCalls:

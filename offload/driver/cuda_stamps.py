@@ -15,7 +15,8 @@ import contextlib
 
 from offload.core.device_clock import DeviceClock
 from offload.driver.cuda_calls import RawStream
-from offload.driver.cuda_event import CudaEvent, Hub, Waiter
+from offload.driver.cuda_event import CudaEvent, Hub
+from offload.driver.cuda_waiter import Waiter
 
 _LOOKS = 50  # about a tenth of a millisecond: several times what an idle stream needs
 
@@ -45,6 +46,12 @@ class Stamps:
             with contextlib.suppress(Exception):  # as above
                 return self._clock.interval(begun, event, issue_ns)
         return self._clock.seen(issue_ns)
+
+    def measured(self, first: CudaEvent, last: CudaEvent, before_ns: int) -> tuple[int, int] | None:
+        """Return when a stream passed two points of it; None where that cannot be told. On the waiting thread."""
+        with contextlib.suppress(Exception):  # as above
+            return self._clock.measured(first, last, before_ns)
+        return None
 
     def _elapsed_ms(self, first: CudaEvent, last: CudaEvent) -> float:
         return self._hub.calls.elapsed_ms(first.raw, last.raw)

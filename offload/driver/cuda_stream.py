@@ -10,13 +10,14 @@ The *waiting* thread (`Waiter`) sees events pass, in stream order, and tells the
   flight then goes in front of all else at the next layer boundary.
 * A layer that could not be enqueued completely may have started copies all the same. So an event is
   recorded whatever happened: it is the drain event, and the flight fails and ends when it has passed.
-  If even that cannot be recorded, the device is lost.
+  Where even that cannot be recorded the stream is waited for, and the flight fails then; the device is lost
+  only if that cannot be done either, or an error is sticky.
 * The work of a layer (index tensors, descriptors) is referred to until its event has passed; on a lost
   device for good, as it may still be read.
 * On a lost device every flight fails, then ends, whether or not anything of it was enqueued: no copy of it
   will be seen to end. `CudaDriver.lost` tells the scheduler which kind of ending it was.
 
-`cuda_stamps.py` tells when a layer ran.
+`cuda_stamps.py` tells when a layer ran, `cuda_told.py` tells the flights.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ import attrs
 from offload.core.runlist import Runlist
 from offload.driver.base import Event, Flight, Work
 from offload.driver.cuda_calls import RawStream
-from offload.driver.cuda_event import CudaEvent, Hub, Waiter
+from offload.driver.cuda_event import CudaEvent, Hub
 from offload.driver.cuda_stamps import Stamps
+from offload.driver.cuda_told import Told
+from offload.driver.cuda_waiter import Waiter
 from offload.errors import RequestError
 
 AHEAD_LAYERS = 2
@@ -67,17 +70,13 @@ class CudaStream:
         self.raw = raw
         self._hub = hub
         self._waiter = Waiter(hub, name)
+        self._waiter.start()
         self._stamps = Stamps(hub, raw, self._waiter)
         self._runlist: Runlist[Flight] = Runlist()
         self._inbox: SimpleQueue[Flight | None] = SimpleQueue()
         self._gates: deque[Event] = deque()
         self._last: dict[int, CudaEvent] = {}
-        self._carried: dict[int, Flight] = {}
-        self._failed: set[int] = set()
-        self._begun: dict[int, int] = {}  # last layer handed out, by flight
-        self._landed: dict[int, int] = {}  # last layer landed, by flight
-        # Held while a flight is told something; no callback needs it, and none blocks.
-        self._telling = threading.Lock()
+        self._told = Told(hub)
         self._issued = [0, 0]  # layers, bytes: written by the issuing thread
         self._passed = [0, 0]  # layers, bytes: written by the waiting thread
         self._full = False
@@ -157,14 +156,14 @@ class CudaStream:
         """Prepare a flight and let it join the others; None was a kick."""
         if flight is None:
             return
-        self._carried[id(flight)] = flight
+        self._told.take(flight)
         try:
             if not flight.stopped and self._hub.lost is None:
                 with self._hub.calls.using(self.raw):
                     flight.prepare()
         except BaseException as error:  # noqa: BLE001 - it is the flight's, not the thread's
             self._runlist.left.append(flight)
-            self._fail(flight, 0, error)
+            self._told.fail(flight, 0, error)
         else:
             self._runlist.add(flight)
 
@@ -190,12 +189,12 @@ class CudaStream:
                 flight = self._runlist.asked
                 assert flight is not None
                 self._runlist.drop(flight)
-                self._after(flight, partial(self._fail, flight, 0, error))
+                self._after(flight, partial(self._told.fail, flight, 0, error))
 
     def _issue(self, flight: Flight, layer: int, work: Work) -> None:
         """Enqueue a layer and mark its end, whatever happens in between."""
         issue_ns = self._hub.now_ns()
-        self._begun[id(flight)] = layer
+        self._told.begin(flight, layer)
         begun = self._stamps.begin() if flight.traced else None
         error: BaseException | None = None
         try:
@@ -205,9 +204,8 @@ class CudaStream:
             error = raised
         try:
             event = self._mark(timing=begun is not None)
-        except Exception as raised:  # noqa: BLE001 - nothing says any more when its copies have ended
-            self._hub.kept.append(work)
-            self._hub.lose(error or raised)
+        except Exception as raised:  # noqa: BLE001 - told to the flight
+            self._unmarked(flight, layer, work, error, raised)
             return
         if error is not None and self._hub.is_fatal(error, event.query):
             self._hub.kept.append(work)
@@ -223,6 +221,22 @@ class CudaStream:
         ticket = _Ticket(flight, layer, work, event, begun, issue_ns, error, nbytes)
         self._waiter.add(event, partial(self._land, ticket))
 
+    def _unmarked(
+        self,
+        flight: Flight,
+        layer: int,
+        work: Work,
+        error: BaseException | None,
+        raised: BaseException,
+    ) -> None:
+        """Fail a flight after a layer whose end could not be marked, when the stream has come to it."""
+        if self._hub.drained(self.raw, error, raised):
+            self._runlist.drop(flight)
+            self._after(flight, partial(self._told.fail, flight, layer, error or raised))
+        else:
+            self._hub.kept.append(work)
+            self._hub.lose(error or raised)
+
     def _mark(self, *, timing: bool) -> CudaEvent:
         return self._hub.record(self.raw, self._waiter, timing=timing)
 
@@ -233,7 +247,7 @@ class CudaStream:
             if flight is picked:
                 self._runlist.left.append(flight)
             else:
-                self._after(flight, partial(self._end, flight))
+                self._after(flight, partial(self._told.end, flight))
                 self._last.pop(id(flight), None)
 
     def _after(self, flight: Flight, callback: Callable[[], None]) -> None:
@@ -250,15 +264,15 @@ class CudaStream:
         self._runlist.reap()
         self._last.clear()
         self._gates.clear()
-        for flight in list(self._carried.values()):
-            self._end(flight)
+        for flight in self._told.flights():
+            self._told.end(flight)
 
     def _abandon(self) -> None:
         """End what is left when the stream is closed, as if it were stopped."""
         while not self._inbox.empty():
             flight = self._inbox.get()
             if flight is not None:
-                self._carried[id(flight)] = flight
+                self._told.take(flight)
                 self._runlist.add(flight)
         for flight in self._runlist.flights[:]:
             self._runlist.drop(flight)
@@ -272,34 +286,10 @@ class CudaStream:
         if self._hub.lost is not None:
             self._hub.kept.append(ticket.work)
         if ticket.error is not None:
-            self._fail(flight, layer, ticket.error)
+            self._told.fail(flight, layer, ticket.error)
         elif self._hub.lost is None:
             stamps = self._stamps.of(ticket.begun, ticket.event, ticket.issue_ns)
-            with self._telling:
-                if id(flight) in self._carried:
-                    self._landed[id(flight)] = layer
-                    flight.landed(layer, *stamps)
+            self._told.land(flight, layer, stamps)
         self._passed = [self._passed[0] + 1, self._passed[1] + ticket.nbytes]
         if self._full:
             self.kick()
-
-    def _fail(self, flight: Flight, layer: int, error: BaseException) -> None:
-        """Tell a flight, once, that it failed."""
-        with self._telling:
-            if id(flight) in self._carried and id(flight) not in self._failed:
-                self._failed.add(id(flight))
-                flight.failed(layer, error)
-
-    def _end(self, flight: Flight) -> None:
-        """Tell a flight, once, that it is over, and forget it; on a lost device it has failed first."""
-        key, lost = id(flight), self._hub.lost
-        with self._telling:
-            if self._carried.pop(key, None) is None:
-                return
-            begun, landed = self._begun.pop(key, None), self._landed.pop(key, None)
-            # One that has landed whole was only waiting for its ending.
-            whole = flight.exhausted and begun == landed
-            if lost is not None and not whole and key not in self._failed:
-                flight.failed(0 if landed is None else landed + 1, lost)
-            self._failed.discard(key)
-            flight.ended()

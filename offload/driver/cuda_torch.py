@@ -63,19 +63,36 @@ class TorchCuda:
         return found
 
     def relax_capture(self) -> None:
-        mode = ctypes.c_int(_RELAXED)
-        self._driver("cuThreadExchangeStreamCaptureMode", ctypes.byref(mode))
+        self._exchange_mode(_RELAXED)
+
+    @contextlib.contextmanager
+    def relaxed(self) -> Iterator[None]:
+        before = self._exchange_mode(_RELAXED)
+        try:
+            yield
+        finally:
+            self._exchange_mode(before)
+
+    def _exchange_mode(self, mode: int) -> int:
+        """Set the calling thread's capture mode; return the one it had."""
+        given = ctypes.c_int(mode)
+        self._driver("cuThreadExchangeStreamCaptureMode", ctypes.byref(given))
+        return given.value
 
     @contextlib.contextmanager
     def using(self, stream: RawStream) -> Iterator[None]:
         with torch.cuda.stream(cast("torch.cuda.Stream", stream)):
             yield
 
-    def current_stream(self) -> RawStream:
-        return torch.cuda.current_stream()
+    def current_stream(self, device: int) -> RawStream:
+        return torch.cuda.current_stream(device)
 
-    def capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
+    def capturing(self, device: int) -> bool:
+        if torch.cuda.current_device() == device:
+            return torch.cuda.is_current_stream_capturing()
+        # Leaving the block makes no context on a device that had none: torch looks before it goes back.
+        with torch.cuda.device(device):
+            return torch.cuda.is_current_stream_capturing()
 
     def new_stream(self) -> RawStream:
         least, greatest, handle = ctypes.c_int(), ctypes.c_int(), ctypes.c_void_p()
@@ -90,18 +107,35 @@ class TorchCuda:
     def destroy_stream(self, stream: RawStream) -> None:
         self._driver("cuStreamDestroy_v2", ctypes.c_void_p(stream.cuda_stream))
 
-    def is_stream(self, value: object) -> bool:
-        return isinstance(value, torch.cuda.Stream)
+    def drain(self, stream: RawStream) -> None:
+        cast("torch.cuda.Stream", stream).synchronize()
+
+    def as_stream(self, value: object) -> RawStream | None:
+        # 1 CUDA's own kind, 2 the generic kind, such as `torch.accelerator` gives, 3 anything else.
+        if isinstance(value, torch.cuda.Stream):
+            return value
+        if isinstance(value, torch.Stream) and value.device.type == "cuda":
+            return torch.cuda.Stream(  # type: ignore[no-untyped-call]
+                stream_id=value.stream_id,
+                device_index=value.device_index,
+                device_type=value.device_type,
+            )
+        return None
 
     def new_event(self, *, timing: bool) -> RawEvent:
         return torch.cuda.Event(enable_timing=timing, blocking=True)  # type: ignore[no-untyped-call]
 
-    def is_event(self, value: object) -> bool:
-        return isinstance(value, torch.cuda.Event)
+    def as_event(self, value: object) -> RawEvent | None:
+        if isinstance(value, torch.cuda.Event):
+            return value
+        generic = isinstance(value, torch.Event) and value.device.type == "cuda"
+        return value if generic else None
 
     def is_recorded(self, event: RawEvent) -> bool:
         # torch creates the CUDA event at the first record, so a handle means recorded.
-        return bool(cast("torch.cuda.Event", event).cuda_event)
+        if isinstance(event, torch.cuda.Event):
+            return bool(event.cuda_event)
+        return bool(cast("torch.Event", event).event_id)
 
     def record(self, event: RawEvent, stream: RawStream) -> None:
         cast("torch.cuda.Event", event).record(cast("torch.cuda.Stream", stream))

@@ -9,7 +9,9 @@ import torch
 
 from offload import BlockingScheduler, Tracer, start_scheduler
 from offload.driver.cuda import ComputeStream, CudaDriver
-from offload.driver.cuda_event import CudaEvent, Hub, Waiter
+from offload.driver.cuda_calls import RawStream
+from offload.driver.cuda_event import CudaEvent, Hub
+from offload.driver.cuda_waiter import Waiter
 from offload.testing_cuda import FakeCuda
 from tests.driver.test_cuda import Forgetful, store
 from tests.driver.test_cuda_scheduler import SPEC, page, pools
@@ -126,10 +128,10 @@ def nothing(*_: object, **__: object) -> None:
     """Leave a call out."""
 
 
-def unrecorded(hub: Hub, stream: object, waiter: Waiter, *, timing: bool = False) -> CudaEvent:
+def unrecorded(hub: Hub, stream: RawStream, waiter: Waiter, *, timing: bool = False) -> CudaEvent:
     """Make an event as `Hub.record` does, and forget to record it."""
     raw = hub.calls.new_event(timing=timing)
-    return CudaEvent(hub, raw, waiter, waiter.next_position(), timing=timing, pooled=True)
+    return CudaEvent(hub, raw, waiter, waiter.next_position(), (stream.device_index, timing))
 
 
 PLANTS: dict[str, tuple[tuple[object, str, Callable[..., object]], ...]] = {
