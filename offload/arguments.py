@@ -26,6 +26,23 @@ def refusal(call: str, name: str, value: object, takes: str) -> RequestError:
     return RequestError(f"{call}: {name} is {shown(value)}; it takes {takes}.", value=value)
 
 
+def real(value: object) -> float:
+    """Return a number of any kind, numpy's and a tensor's of no dimension among them.
+
+    Raises:
+        TypeError: It is none, or several, or one too large.
+    """
+    try:
+        if isinstance(value, (int, float)):
+            return float(value)
+        convert = getattr(value, "__float__", None)
+        if convert is not None and not getattr(value, "ndim", 0):
+            return float(convert())
+    except (OverflowError, RuntimeError, ValueError):
+        pass
+    raise TypeError(f"{shown(value)} is no number")
+
+
 def distinct_names(subject: str, names: object, num_layers: int) -> tuple[str, ...]:
     """Return names of layers: a string for each, all different.
 

@@ -129,7 +129,8 @@ def io_backend(name: str) -> str:
         UnknownNameError: There is none of that name.
     """
     names = [AUTO, *(str(each) for each in IoBackend), *backends()]
-    if name not in names:
+    given: object = name
+    if not isinstance(given, str) or given not in names:
         raise UnknownNameError("io_backend", name, dict.fromkeys(names))
     return str(name)
 

@@ -10,12 +10,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
+from offload.arguments import real
 from offload.core.kinds import Direction
 from offload.core.page_ids import PagesLike
 from offload.core.request import PATIENCE, Request, due
 from offload.driver.base import Driver, Event
 from offload.entry import Entry
-from offload.errors import RequestError
+from offload.errors import RequestError, shown
 from offload.group import PagePair
 
 if TYPE_CHECKING:
@@ -46,6 +47,10 @@ def checked(
         UnsupportedPairError: The pair cannot be copied.
         UnknownNameError: No such io backend or member.
     """
+    if join is not False or streaming is not False:
+        for name, flag in (("join", join), ("streaming", streaming)):
+            if not isinstance(flag, bool):
+                raise RequestError(f"{name} is {shown(flag)}; it takes True or False", value=flag)
     driver, group = shell.driver, shell.group
     submitted_ns = driver.now_ns()
     route = shell.router.route(direction, io_backend)
@@ -66,7 +71,7 @@ def checked(
         group.nbytes(parts),
         len(parts[0][1]) if len(parts) == 1 else sum(len(hosts) for _, hosts, _ in parts),
         when,
-        None if deadline is None or math.isinf(deadline) else deadline,
+        None if deadline is None or math.isinf(deadline) else float(deadline),
         streaming,
         0 if streaming else len(marks) + (hold is not None),
     )
@@ -95,13 +100,13 @@ def compute_marks(driver: Driver, after: After = "compute") -> tuple[Event, ...]
             "a request was submitted on a stream that captures a graph: what it must follow cannot "
             "be recorded there. Submit before the capture, or around the replay."
         )
-    if after == "compute":
+    if isinstance(after, str):
+        if after != "compute":
+            raise RequestError(
+                f"after={after!r}: it takes 'compute', an event, a stream, a sequence of them, or ()",
+                value=after,
+            )
         found: Sequence[Event] = driver.marks()
-    elif isinstance(after, str):
-        raise RequestError(
-            f"after={after!r}: it takes 'compute', an event, a stream, a sequence of them, or ()",
-            value=after,
-        )
     else:
         found = driver.events(after)
     return tuple(event for event in found if not event.query()) if found else ()
@@ -113,23 +118,22 @@ def _due(now: float, priority: float, deadline: float | None) -> float:
     Raises:
         RequestError: Priority or deadline are no numbers, or the deadline has passed.
     """
-    if deadline is None and priority == 0:
+    if deadline is None and type(priority) is int and not priority:
         return now + PATIENCE
     try:
-        when = due(now, priority, deadline)
-        if not math.isfinite(when) and deadline != -math.inf:
-            raise RequestError(
-                f"priority is {priority!r}; it takes a finite number", value=priority
-            )
-        if deadline is None or deadline > now:
-            return when
+        step, end = real(priority), None if deadline is None else real(deadline)
     except TypeError:
         raise RequestError(
-            f"priority is {priority!r} and deadline is {deadline!r}; both take numbers, and a "
+            f"priority is {shown(priority)} and deadline is {shown(deadline)}; both take numbers, and a "
             "deadline may be None"
         ) from None
-    raise RequestError(
-        f"deadline {deadline:.6f} is not after now() = {now:.6f}; it is a time on the "
-        "scheduler's clock, such as scheduler.now() + 0.5",
-        value=deadline,
-    )
+    when = due(now, step, end)
+    if not math.isfinite(when) and end != -math.inf:
+        raise RequestError(f"priority is {priority!r}; it takes a finite number", value=priority)
+    if end is not None and not end > now:
+        raise RequestError(
+            f"deadline {end:.6f} is not after now() = {now:.6f}; it is a time on the "
+            "scheduler's clock, such as scheduler.now() + 0.5",
+            value=deadline,
+        )
+    return when

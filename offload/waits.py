@@ -7,8 +7,9 @@ from collections.abc import Callable
 from anyio.lowlevel import checkpoint
 
 from offload.actions import refuse_waiting
+from offload.arguments import real
 from offload.entry import Entry
-from offload.errors import RequestError
+from offload.errors import RequestError, shown
 from offload.trace.forward import ForwardTrace
 
 
@@ -162,10 +163,10 @@ def check_timeout(timeout: float | None) -> None:
         RequestError: It is not.
     """
     try:
-        good = timeout is None or timeout >= 0
+        good = timeout is None or real(timeout) >= 0
     except TypeError:
         good = False
     if not good:
         raise RequestError(
-            f"timeout is {timeout!r}; it takes seconds from 0 up, or None", value=timeout
+            f"timeout is {shown(timeout)}; it takes seconds from 0 up, or None", value=timeout
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import cast
 
 from offload.driver.base import Event, Stream
@@ -26,7 +27,7 @@ class ForeignEvent:
         self.error: BaseException | None = None
         self._callbacks: list[Callable[[], object]] = []
         self._query = _method(event, "query") or _method(event, "is_set")
-        # Where there is a `synchronize`, a `wait` may order a stream and return at once.
+        # A torch event's `wait` orders a stream and returns at once: its `synchronize` blocks.
         self._synchronize = _method(event, "synchronize")
         self._wait = None if self._synchronize else _method(event, "wait")
 
@@ -81,15 +82,16 @@ class ForeignEvent:
 
 
 def _method(thing: object, name: str) -> Callable[..., object] | None:
-    found = getattr(thing, name, None)
+    found = None if isinstance(thing, type) else getattr(thing, name, None)
     return cast("Callable[..., object]", found) if callable(found) else None
 
 
-def _of_a_device(thing: object) -> bool:
-    """Return whether this is a stream that takes events, or an event that may be recorded again."""
-    if any(_method(thing, name) for name in ("wait_event", "wait_stream", "record_event")):
-        return True
-    return bool(_method(thing, "record") and _method(thing, "synchronize"))
+def _several(thing: object) -> Iterable[object] | None:
+    """Return the elements of something that has some; an array of no dimension has none, whatever it says."""
+    if isinstance(thing, Iterable) and not isinstance(thing, str | bytes | type):
+        with suppress(TypeError):
+            return iter(thing)
+    return None
 
 
 def _for_tasks(thing: object) -> bool:
@@ -104,8 +106,7 @@ def events(after: object) -> tuple[Event, ...]:
     """Return the events that `after` stands for, sequences flattened.
 
     Raises:
-        RequestError: It is no event, no stream, and no sequence of them; or one of a device that is not the
-            driver's.
+        RequestError: It is no event, no stream, and no sequence of them.
     """
     if type(after) is tuple:  # the common case, `()`
         return tuple(event for one in after for event in events(one))
@@ -120,18 +121,12 @@ def events(after: object) -> tuple[Event, ...]:
         return (cast("Event", after),)
     if _method(after, "carry") and _method(after, "record"):
         return (cast("Stream", after).record(),)
-    if _of_a_device(after):
-        raise RequestError(
-            f"after={after!r} is a stream or an event of another kind of device than this driver's. Asked "
-            "later, a stream only says whether it is idle, and an event speaks of its last record. Pass one "
-            "of the pools' device, or an object with is_set() and wait(timeout).",
-            value=after,
-        )
     foreign = ForeignEvent(after)
     if foreign.usable:
         return (foreign,)
-    if isinstance(after, Iterable) and not isinstance(after, str | bytes):
-        return tuple(event for one in after for event in events(one))
+    several = _several(after)
+    if several is not None:
+        return tuple(event for one in several for event in events(one))
     raise RequestError(
         f"after={after!r} is neither an event nor a stream. Pass an object with query() or is_set() "
         "and wait(timeout), a stream of the driver, a sequence of them, () for nothing, or 'compute'.",
