@@ -40,7 +40,7 @@ from offload.driver.cuda_waiter import Waiter
 from offload.errors import RequestError
 
 EXIT_SECONDS = 1.0
-"""How long interpreter exit waits for each thread."""
+"""How long interpreter exit waits for the threads of a driver."""
 
 
 class CudaDriver:
@@ -229,8 +229,9 @@ def _join(streams: dict[str, CudaStream], marks: Marks, timeout: float | None) -
     ending: list[CudaStream | Waiter] = [*streams.values(), *marks.all]
     for one in ending:
         one.stop()
+    end = None if timeout is None else time.monotonic() + timeout
     for one in ending:
-        one.join(timeout)
+        one.join(None if end is None else max(end - time.monotonic(), 0.0))
 
 
 def _end(hub: Hub, streams: dict[str, CudaStream], marks: Marks) -> None:

@@ -460,14 +460,13 @@ def test_watching_a_mark_calls_back_when_compute_is_there() -> None:
 
 
 def test_threads_of_the_driver_use_its_device_and_relax_their_capture_mode() -> None:
-    """No context appears on another device, and a capture elsewhere forbids them nothing."""
+    """No context appears on that of the caller's thread, 0, and a capture elsewhere forbids them nothing."""
     fake = FakeCuda()
-    fake.set_device(1)
     driver = CudaDriver("cuda:1", calls=fake)
-    fake.contexts.clear()
+    assert fake.current_device() == 0
     flight = Flight(driver, "load", Pool(1), Pool(2), [(0, 0)])
     flight.go().issued_all()
-    with fake.capture():
+    with fake.using(fake.current_stream(1)), fake.capture():
         assert driver.capturing()
         land(fake, flight)
     assert flight.log == [*range(LAYERS), "ended"]
@@ -479,6 +478,8 @@ def test_threads_of_the_driver_use_its_device_and_relax_their_capture_mode() -> 
     with fake.running():
         driver.close()
     driver.close()
+    assert fake.contexts == {1}
+    fake.check()
 
 
 # ---- failure ----------------------------------------------------------------------------------------
