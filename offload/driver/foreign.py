@@ -27,7 +27,7 @@ class ForeignEvent:
         self.error: BaseException | None = None
         self._callbacks: list[Callable[[], object]] = []
         self._query = _method(event, "query") or _method(event, "is_set")
-        # A torch event's `wait` orders a stream and returns at once: its `synchronize` blocks.
+        # Where there is a `synchronize`, a `wait` may order a stream and return at once.
         self._synchronize = _method(event, "synchronize")
         self._wait = None if self._synchronize else _method(event, "wait")
 
@@ -94,6 +94,13 @@ def _several(thing: object) -> Iterable[object] | None:
     return None
 
 
+def _of_a_device(thing: object) -> bool:
+    """Return whether this is a stream that takes events, or an event that may be recorded again."""
+    if any(_method(thing, name) for name in ("wait_event", "wait_stream", "record_event")):
+        return True
+    return bool(_method(thing, "record") and _method(thing, "synchronize"))
+
+
 def _for_tasks(thing: object) -> bool:
     """Return whether this is something that tasks await, and threads cannot wait for."""
     if inspect.isawaitable(thing):
@@ -106,7 +113,8 @@ def events(after: object) -> tuple[Event, ...]:
     """Return the events that `after` stands for, sequences flattened.
 
     Raises:
-        RequestError: It is no event, no stream, and no sequence of them.
+        RequestError: It is no event, no stream, and no sequence of them; or one of a device that is not the
+            driver's.
     """
     if type(after) is tuple:  # the common case, `()`
         return tuple(event for one in after for event in events(one))
@@ -121,6 +129,13 @@ def events(after: object) -> tuple[Event, ...]:
         return (cast("Event", after),)
     if _method(after, "carry") and _method(after, "record"):
         return (cast("Stream", after).record(),)
+    if _of_a_device(after):
+        raise RequestError(
+            f"after={after!r} is a stream or an event of another kind of device than this driver's. Asked "
+            "later, a stream only says whether it is idle, and an event speaks of its last record. Pass one "
+            "of the pools' device, or an object with is_set() and wait(timeout).",
+            value=after,
+        )
     foreign = ForeignEvent(after)
     if foreign.usable:
         return (foreign,)
