@@ -77,7 +77,7 @@ class BlockingScheduler(ThreadFace):
     def close(self, drain: bool = False, timeout: float | None = None) -> None:
         """Stop intake, cancel what is queued (or finish it: `drain`), wait until nothing moves; end the thread.
 
-        Any number of times.
+        Any number of times; a call without `drain` ends the drain of one before it.
 
         Raises:
             TimeoutError: Not within `timeout` seconds; closing goes on, and `close` may be called again.
@@ -90,6 +90,8 @@ class BlockingScheduler(ThreadFace):
             def leave() -> None:
                 shell.stop_intake()
                 self._drain = drain
+                if not drain:
+                    self._scheduler._closing.hurry()
                 self._exit.set()
 
             shell.post(leave)

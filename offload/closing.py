@@ -29,9 +29,16 @@ _CHUNK = 128
 
 @attrs.define(eq=False)
 class Closing:
-    """The end of one scheduler, whoever asks for it and however often."""
+    """The end of one scheduler, whoever asks for it and however often.
+
+    A drain is only patience in front of the closing itself, and anything may end it: a cancellation, its deadline,
+    or a call that does not drain. What comes then takes no longer than the copies in the air.
+    """
 
     _shell: Shell
+    _hurried: bool = False
+    """Whether a drain is over, or given up: what is still queued is cancelled."""
+
     _over: bool = False
     _running: anyio.Event | None = None
     """Set when the call that closes now has closed it, or was interrupted."""
@@ -44,15 +51,23 @@ class Closing:
             return
         shell.loop.check_process("close")
         cancelled: BaseException | None = None
+        if drain and not self._hurried:
+            cancelled = await _cancellation(self._drain(deadline))
+        self.hurry()
         with anyio.CancelScope(shield=True):
             while not self._over:
                 if self._running is None:
-                    ended = await self._close(drain, deadline)
+                    ended = await self._close()
                 else:
                     ended = await _though_cancelled(self._running.wait)
                 cancelled = cancelled or ended
         if cancelled is not None:
             raise cancelled
+
+    def hurry(self) -> None:
+        """Let no drain wait any longer for what is only queued."""
+        self._hurried = True
+        self._shell.notify()
 
     async def leave(self) -> None:
         """Close where nobody will ask again: what interrupts that is raised when it is done."""
@@ -62,11 +77,32 @@ class Closing:
             await self.close()
             raise
 
-    async def _close(self, drain: bool, deadline: float | None) -> BaseException | None:
+    async def _drain(self, deadline: float | None) -> None:
+        """Wait until all that was queued has landed, or somebody is in a hurry."""
+        shell, alarm = self._shell, None
+        shell.stop_intake()
+        if deadline is not None and deadline != math.inf:
+            if deadline <= shell.now():
+                return
+            alarm = shell.timer.call_at(deadline, self.hurry)
+        try:
+            await self._give_up(_unwritten)
+            while self._patient():
+                await shell.driver.quiesce()
+                if self._patient():
+                    await shell.change()
+        finally:
+            if alarm is not None:
+                shell.timer.cancel(alarm)
+
+    def _patient(self) -> bool:
+        return self._shell.working and not self._hurried
+
+    async def _close(self) -> BaseException | None:
         """Close, unless something interrupts that; return the cancellation that came meanwhile."""
         self._running = running = anyio.Event()
         try:
-            cancelled = await _though_cancelled(lambda: self._quieten(drain, deadline))
+            cancelled = await _though_cancelled(self._quieten)
             try:
                 self._shell.close()
             except Exception:
@@ -78,40 +114,30 @@ class Closing:
             self._running = None
             running.set()
 
-    async def _quieten(self, drain: bool, deadline: float | None) -> None:
+    async def _quieten(self) -> None:
         shell = self._shell
         shell.stop_intake()
-        if drain and deadline is not None and not math.isinf(deadline):
-            shell.timer.call_at(deadline, self._cancel_queued_soon)
-        while not shell.take_inbox(POSTS):
-            await checkpoint()
-        actions.let_go_of_all(shell)
-        requests = iter(shell.machine.names())
-        while self._cancel_some(requests, _unwritten if drain else _unissued):
-            await checkpoint()
-        shell.ask_for_turn()
-        await checkpoint()
+        await self._give_up(_unissued)
         while shell.stuck is not None and shell.fail_some(shell.stuck):
             await checkpoint()
         while shell.working:
             await shell.driver.quiesce()
             if shell.working:
                 await shell.change()
-        if shell.fault is not None:
-            await (
-                shell.driver.quiesce()
-            )  # it decides no more, and what is in the air lands all the same
+        if shell.fault is not None:  # it decides no more, and what is in the air lands all the same
+            await shell.driver.quiesce()
 
-    def _cancel_queued_soon(self) -> None:
-        """Cancel everything that was not issued, a chunk per turn of the loop; nobody waits for it."""
-        requests = iter(self._shell.machine.names())
-
-        def some() -> None:
-            if self._cancel_some(requests, _unissued):
-                self._shell.loop.post(some)
-            self._shell.ask_for_turn()
-
-        some()
+    async def _give_up(self, which: Callable[[Piece], bool]) -> None:
+        """Cancel those requests that are such, a chunk per turn of the loop, after all that was posted."""
+        shell = self._shell
+        while not shell.take_inbox(POSTS):
+            await checkpoint()
+        actions.let_go_of_all(shell)
+        requests = iter(shell.machine.names())
+        while self._cancel_some(requests, which):
+            await checkpoint()
+        shell.ask_for_turn()
+        await checkpoint()
 
     def _cancel_some(self, requests: Iterator[int], which: Callable[[Piece], bool]) -> bool:
         """Cancel those of the next chunk that are such; return whether there may be more."""
@@ -123,16 +149,21 @@ class Closing:
         return len(chunk) == _CHUNK
 
 
+async def _cancellation(step: Awaitable[object]) -> BaseException | None:
+    """Take a step, and return the cancellation that ended it, if one did."""
+    try:
+        await step
+    except anyio.get_cancelled_exc_class() as error:
+        return error
+    return None
+
+
 async def _though_cancelled(step: Callable[[], Awaitable[object]]) -> BaseException | None:
     """Take a step to its end, from its beginning after each cancellation: asyncio's own knows no shield."""
     cancelled: BaseException | None = None
-    while True:
-        try:
-            await step()
-        except anyio.get_cancelled_exc_class() as error:
-            cancelled = error
-        else:
-            return cancelled
+    while (ended := await _cancellation(step())) is not None:
+        cancelled = ended
+    return cancelled
 
 
 def check_deadline(deadline: float | None) -> None:

@@ -69,12 +69,13 @@ class Scheduler:
     async def aclose(self, drain: bool = False, deadline: float | None = None) -> None:
         """Stop intake, cancel what is queued, and wait until nothing moves any more.
 
-        Cannot be interrupted by cancellation: memory must not go away under a copy. Any task of the
-        loop, any number of times; a later call waits for the first, and finishes what a signal broke off.
-        In a forked child it returns at once.
+        Cancelled, it cancels what is queued, waits for the copies in the air, as memory must not go away under
+        them, and then lets the cancellation through. Any task of the loop, any number of times; a later call
+        waits for the first, and finishes what a signal broke off. In a forked child it returns at once.
 
         Args:
-            drain: Finish what is queued instead of cancelling it.
+            drain: Finish what is queued instead of cancelling it; until this call is cancelled, or there is
+                another that does not drain.
             deadline: On the scheduler's clock; what is still queued then is cancelled after all.
         """
         check_deadline(deadline)
