@@ -114,9 +114,7 @@ class PoolGroup:
             UnknownNameError: `members` names one that takes no pages of its own.
         """
         load = direction is Direction.LOAD
-        if len(self.members) == 1 and (
-            members is None or (isinstance(members, Mapping) and not members)
-        ):
+        if members is None and len(self.members) == 1:
             return (self.members[0].check(host_pages, device_pages, load=load),)
         own = self._checked_own({} if members is None else members)
         anchor = PagePair(host_pages=host_pages, device_pages=device_pages)
