@@ -9,11 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import offload
-from offload.driver import cuda_calls, cuda_library
+from offload.driver import cuda_calls, cuda_library, cuda_torch
 from offload.driver.cuda_calls import Words
 from offload.driver.cuda_library import DriverLibrary
+from offload.driver.cuda_torch import TorchCuda
 from offload.errors import CudaError
 
 ROOT = Path(offload.__file__).parent
@@ -120,6 +122,7 @@ class Library:
         self.batches: list[tuple[object, ...]] = []
         self.copies: list[tuple[int, int, int, int]] = []
         self.result = 0
+        self.mode = 0
         self._batch = _BATCH(self._batched) if batch else None
 
     def cuGetProcAddress_v2(
@@ -148,6 +151,11 @@ class Library:
         stream: ctypes.c_void_p,
     ) -> int:  # fmt: skip
         self.copies.append((to.value, start.value, size.value, stream.value or 0))
+        return self.result
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: object) -> int:
+        given = mode._obj  # type: ignore[attr-defined]
+        self.mode, given.value = given.value, self.mode
         return self.result
 
     def cuGetErrorString(self, result: object, text: object) -> int:
@@ -202,3 +210,67 @@ def test_an_error_without_a_code_has_none() -> None:
     assert cuda_calls.code(ValueError()) is None
     with pytest.raises(RuntimeError, match="no CUDA stream"):
         cuda_calls.here()
+
+
+def on_paper() -> tuple[Library, TorchCuda]:
+    """Return a `libcuda` on paper and the calls over it."""
+    library = Library()
+    return library, TorchCuda(DriverLibrary(library))
+
+
+def test_a_thread_gets_its_capture_mode_back() -> None:
+    """Relaxed inside the block, whatever happens there, and as it was after it; for good only when asked."""
+    library, calls = on_paper()
+    with calls.relaxed():
+        assert library.mode == cuda_torch._RELAXED
+        with calls.relaxed():
+            pass
+        assert library.mode == cuda_torch._RELAXED
+    assert library.mode == 0
+    with pytest.raises(ValueError, match="inside"), calls.relaxed():
+        raise ValueError("inside")
+    assert library.mode == 0
+    calls.relax_capture()
+    assert library.mode == cuda_torch._RELAXED
+
+
+class GenericStream(torch.Stream):
+    """A stream of a GPU as `torch.accelerator` gives it, on a machine that has none."""
+
+    device = torch.device("cuda", 1)
+    stream_id, device_index, device_type = 7, 1, 1
+
+
+class GenericEvent(torch.Event):
+    """An event of a GPU, likewise."""
+
+    device = torch.device("cuda", 1)
+    event_id = 0
+
+
+def test_generic_handles_are_matched_by_the_type_of_their_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A stream becomes one of CUDA's, with a handle; an event is recorded once it has one. Others are not ours."""
+    _, calls = on_paper()
+    made: list[dict[str, object]] = []
+    theirs = object()
+
+    class Stream(torch.cuda.Stream):
+        def __new__(cls, **which: object) -> object:  # type: ignore[misc]
+            made.append(which)
+            return theirs
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    assert calls.as_stream(GenericStream("cpu")) is theirs
+    assert made == [{"stream_id": 7, "device_index": 1, "device_type": 1}]
+    event = GenericEvent()
+    assert calls.as_event(event) is event
+    assert not calls.is_recorded(event)
+    monkeypatch.setattr(GenericEvent, "event_id", 5)
+    assert calls.is_recorded(event)
+    assert calls.as_event(GenericStream("cpu")) is None
+    assert calls.as_stream(event) is None
+    for other in (torch.Stream("cpu"), torch.Event(), "now", 3):
+        assert calls.as_stream(other) is None
+        assert calls.as_event(other) is None

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -92,6 +96,68 @@ def test_submits_on_a_capturing_stream_are_refused_and_the_waiters_live_on() -> 
             with pytest.raises(RequestError):
                 scheduler.load(host_pages=[0], device_pages=[0])
         scheduler.load(host_pages=[0], device_pages=[0]).result(timeout=PATIENCE)
+
+
+def test_a_capture_on_another_thread_stays_valid() -> None:
+    """Submits, fences and landings on plain threads, and on the loop's, do not spoil a graph in global mode."""
+    device, host = pools("rows", Layout.PAGE_FIRST)
+    begun, done = threading.Event(), threading.Event()
+    out, graph = torch.zeros(8, device="cuda"), torch.cuda.CUDAGraph()
+
+    def capture() -> None:
+        with torch.cuda.graph(graph, capture_error_mode="global"):
+            out.add_(1)
+            begun.set()
+            done.wait(PATIENCE)
+
+    with start_scheduler(device, host) as scheduler:
+        scheduler.load(host_pages=[0], device_pages=[0]).result(timeout=PATIENCE)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        with ThreadPoolExecutor(1) as pool:
+            captured = pool.submit(capture)
+            assert begun.wait(PATIENCE)
+            try:
+                event.record()
+                for after in ("compute", event, ()):
+                    load = scheduler.load(host_pages=[1], device_pages=[1], after=after)
+                    load.fence(0)
+                    load.result(timeout=PATIENCE)
+            finally:
+                done.set()
+            captured.result(PATIENCE)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert (out == 1).all()
+
+
+@pytest.mark.parametrize("kind", [torch.cuda.Event, lambda: torch.Event("cuda")])
+def test_an_event_that_is_recorded_again_stands_for_its_first_point(
+    kind: Callable[[], torch.cuda.Event],
+) -> None:
+    """The writer is queued when the backup is submitted; the event passes at once on another stream then."""
+    device, host = pools("rows", Layout.PAGE_FIRST)
+    event, writer = kind(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    with start_scheduler(device, host) as scheduler:
+        with torch.cuda.stream(writer):
+            torch.cuda._sleep(400_000_000)  # type: ignore[no-untyped-call]
+            for layer in range(device.num_layers):
+                device.view("row", layer)[0] = 77
+            event.record(writer)
+        backup = scheduler.backup(device_pages=[0], host_pages=[0], after=event)
+        event.record(torch.cuda.Stream())  # type: ignore[no-untyped-call]
+        backup.result(timeout=PATIENCE)
+        assert all((host.view("row", layer)[0] == 77).all() for layer in range(device.num_layers))
+
+
+def test_a_generic_stream_is_its_point_now() -> None:
+    """`torch.Stream` has no handle of CUDA's, and is one of its streams all the same."""
+    device, host = pools("rows", Layout.PAGE_FIRST)
+    stream = torch.Stream("cuda")
+    with start_scheduler(device, host) as scheduler:
+        load = scheduler.load(host_pages=[0], device_pages=[0], after=stream)
+        load.result(timeout=PATIENCE)
+        with pytest.raises(RequestError, match="never recorded"):
+            scheduler.load(host_pages=[0], device_pages=[0], after=torch.Event("cuda"))
 
 
 def test_host_pools_are_pinned() -> None:
