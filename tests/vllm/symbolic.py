@@ -129,8 +129,7 @@ class Rank:
     def load(self, job: Job) -> bool:
         """Load under a step's forward, or fail; return whether it landed."""
         good = self.dice.random() >= self.failing
-        for device, page in zip(job.device_pages, job.host_pages, strict=True):
-            self.pool.blocks[device].content = self.host[page] if good else GARBAGE
+        self._arrive(job, good=good)
         return good
 
     def store(self, job: Job) -> None:
@@ -149,9 +148,19 @@ class Rank:
             self.running.remove(running)
             bad = self.dice.random() < self.failing
             (failed if bad else landed)[running.job.number] = 1
-            if not bad:
+            if not running.store:
+                self._arrive(running.job, good=not bad)
+            elif not bad:
                 self.host.update(running.read)
         return Outcomes(landed, failed)
+
+    def load_ahead(self, job: Job) -> None:
+        """Begin a load that no forward waits for; its bytes arrive when it ends."""
+        self.running.append(Running(job, store=False))
+
+    def _arrive(self, job: Job, *, good: bool) -> None:
+        for device, page in zip(job.device_pages, job.host_pages, strict=True):
+            self.pool.blocks[device].content = self.host[page] if good else GARBAGE
 
     def _read(self, running: Running) -> None:
         if running.read is None:
@@ -171,19 +180,32 @@ class Engine:
     lookahead: int = 1
     """Steps that are planned before the first of them is heard of: 2 is asynchronous scheduling."""
 
+    async_load_tokens: int | None = None
+    """Loads of more tokens run ahead of their requests."""
+
     pool: Pool = attrs.field(init=False)
     planner: Planner = attrs.field(init=False)
     ranks: list[Rank] = attrs.field(init=False)
+    loading: dict[str, Request] = attrs.field(init=False, factory=dict)
+    """Requests that have blocks and wait until they are loaded, aborted ones too."""
+    loaded_ahead: int = attrs.field(init=False, default=0)
+    _missing: dict[int, int] = attrs.field(init=False, factory=dict)
+    """By number of a load ahead of its request, the ranks that have not ended it."""
+    _jobs: dict[int, Job] = attrs.field(init=False, factory=dict)
     running: list[Request] = attrs.field(init=False, factory=list)
     waiting: list[Request] = attrs.field(init=False, factory=list)
     loaded: int = attrs.field(init=False, default=0)
-    _flying: list[tuple[StepPlan, Outcomes, set[int]]] = attrs.field(init=False, factory=list)
+    _flying: list[tuple[set[str], Outcomes, set[int]]] = attrs.field(init=False, factory=list)
     _made: int = attrs.field(init=False, default=0)
 
     def __attrs_post_init__(self) -> None:
         self.pool = Pool.of(self.num_blocks)
         self.planner = Planner(
-            HostIndex(self.num_host_pages), PoolHolds(self.pool), BLOCK, self.num_ranks
+            HostIndex(self.num_host_pages),
+            PoolHolds(self.pool),
+            BLOCK,
+            self.num_ranks,
+            async_load_tokens=self.async_load_tokens,
         )
         self.ranks = [Rank(self.dice, self.pool, self.failing) for _ in range(self.num_ranks)]
 
@@ -212,6 +234,12 @@ class Engine:
             self._hear(*self._flying.pop(0))
         for rank in self.ranks:
             self.planner.heard(rank.report(everything=True))
+        for request in [
+            *self.loading.values(),
+            *self.running,
+        ]:  # and those whose load was over just now
+            self._release(request)
+        self.loading, self.running = {}, []
         assert not self.planner.busy
         assert all(block.ref_cnt == (block.block_id == 0) for block in self.pool.blocks)
         assert self.planner.index.num_used == len(self.planner.index._entries)
@@ -227,6 +255,8 @@ class Engine:
             if not abort:
                 victim.num_computed_tokens = 0
                 self.waiting.insert(0, victim)
+        if self.loading and self.dice.random() < 0.1:
+            self.planner.finished(self.dice.choice(sorted(self.loading)))
         if self.dice.random() < 0.3:
             self.pool.cached.clear()
 
@@ -242,7 +272,11 @@ class Engine:
             self.pool.touch(local)
             request.blocks = local + fresh
             request.num_computed_tokens = len(local) * BLOCK + external
+            ahead = self.planner.loads_ahead(request.request_id)
             self.planner.admitted(request, [b.block_id for b in request.blocks], external)
+            if ahead:
+                self.loading[request.request_id] = request
+                continue
             self._cache(request, 0, request.num_computed_tokens)
             self.running.append(request)
 
@@ -303,9 +337,29 @@ class Engine:
         if plan.store is not None:
             for rank in self.ranks:
                 rank.store(plan.store)
+        for job in plan.ahead:
+            self._jobs[job.number], self._missing[job.number] = job, self.num_ranks
+            self.loaded_ahead += len(job.device_pages)
+            for rank in self.ranks:
+                rank.load_ahead(job)
+        arrived: set[str] = set()
         for rank in self.ranks:
-            outcomes += rank.report(everything=False)
-        self._flying.append((plan, outcomes, bad))
+            ended = rank.report(everything=False)
+            outcomes += ended
+            arrived |= self._arrived(ended, bad)
+        self._flying.append((arrived, outcomes, bad))
+
+    def _arrived(self, ended: Outcomes, bad: set[int]) -> set[str]:
+        """Add the blocks of failed loads ahead of requests; return the requests of those that all ranks have ended."""
+        names = set()
+        for number in [*ended.landed, *ended.failed]:
+            if number not in self._missing:
+                continue
+            bad |= set(self._jobs[number].device_pages) if number in ended.failed else set()
+            self._missing[number] -= 1
+            if not self._missing[number]:
+                names.add(self._jobs[number].requests[0])
+        return names
 
     def _compute(self, request: Request, count: int) -> None:
         """Write a block's content when its last token is computed: its key, if all before it is right."""
@@ -339,20 +393,32 @@ class Engine:
         self.pool.free_blocks(reversed(request.blocks))
         request.blocks, request.hashed = [], 0
 
-    def _hear(self, plan: StepPlan, outcomes: Outcomes, bad: set[int]) -> None:
+    def _hear(self, arrived: set[str], outcomes: Outcomes, bad: set[int]) -> None:
         """Take a step's output: cut back who is first to read a block that was not loaded, and trust it to compute
         the block for the others, as vLLM does; then tell the planner.
         """
-        marked: set[int] = set()
-        for request in self.running:
-            ids = [block.block_id for block in request.blocks]
-            first = next((i for i, b in enumerate(ids) if b in bad and b not in marked), None)
-            if first is not None:
-                request.num_computed_tokens = min(request.num_computed_tokens, first * BLOCK)
-            marked |= bad.intersection(ids)
+        for readers in (self.loading.values(), self.running):
+            marked: set[int] = set()
+            for request in readers:
+                ids = [block.block_id for block in request.blocks]
+                first = next((i for i, b in enumerate(ids) if b in bad and b not in marked), None)
+                if first is not None:
+                    request.num_computed_tokens = min(request.num_computed_tokens, first * BLOCK)
+                marked |= bad.intersection(ids)
         self.planner.heard(outcomes, bad_blocks=bad)
+        for name in arrived:
+            self._promote(self.loading.pop(name))
         self._check_host()
         self._check_device()
+
+    def _promote(self, request: Request) -> None:
+        """Have a request run whose load is over, or let go of it where it was aborted meanwhile."""
+        if request.request_id not in self.planner._followed:
+            self._release(request)
+            return
+        self._cache(request, 0, request.num_computed_tokens)
+        self.planner.admitted(request, [b.block_id for b in request.blocks], 0)
+        self.running.append(request)
 
     def _check_device(self) -> None:
         """Nobody goes on from garbage, and the prefix cache finds none, but for what steps under way compute."""

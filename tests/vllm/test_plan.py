@@ -351,22 +351,108 @@ def test_whoever_reads_a_block_that_was_not_loaded_computes_it_again() -> None:
     assert len(desk.pool.cached) == len(desk.pool.blocks) - len(used)
 
 
+# Loads ahead of their requests -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("limit", "ahead"), [(None, False), (0, True), (BLOCK, True), (2 * BLOCK, False)], ids=str
+)
+def test_long_loads_run_ahead_of_their_request(limit: int | None, ahead: bool) -> None:
+    """One of more tokens than the limit is offered as such, and is a job of its own."""
+    desk = Desk()
+    desk.planner.async_load_tokens = limit
+    stored(desk, "aaaabbbb")
+    two = request("aaaabbbbc", "two")
+    assert desk.planner.matched(two, 0) == 2 * BLOCK
+    assert desk.planner.loads_ahead("two") is ahead
+    desk.admit(two)
+    plan = desk.step()
+    assert (plan.load is None, len(plan.ahead)) == (ahead, int(ahead))
+
+
+def test_nothing_to_load_is_never_ahead() -> None:
+    """vLLM would wait for it for ever."""
+    desk = Desk()
+    desk.planner.async_load_tokens = 0
+    assert desk.planner.matched(request("aaaab"), 0) == 0
+    assert not desk.planner.loads_ahead("a")
+
+
+def test_a_load_ahead_has_a_number_a_request_and_holds_of_its_own() -> None:
+    """Beside a load under the forward, whose readers are known by its number; both end apart."""
+    desk = Desk()
+    stored(desk, "aaaabbbbcccc")
+    desk.planner.async_load_tokens = 2 * BLOCK
+    long, short = request("aaaabbbbccccd", "long"), request("aaaabbbbd", "short")
+    desk.admit(long)
+    desk.admit(short)
+    plan = desk.step((short, 1))
+    assert plan.load is not None
+    (ahead,) = plan.ahead
+    assert (ahead.requests, plan.load.requests) == (("long",), ("short",))
+    assert ahead.number != plan.load.number
+    desk.planner.heard(Outcomes({}, {plan.load.number: 1}), bad_blocks=plan.load.device_pages)
+    assert (short.num_computed_tokens, long.num_computed_tokens) == (0, 3 * BLOCK)
+    desk.planner.finished("long")
+    desk.free(long)
+    assert desk.held(ahead), "it is still written"
+    desk.land(ahead)
+    assert desk.held(ahead) == []
+    assert not desk.planner.busy
+
+
+def test_a_request_whose_load_is_over_is_admitted_again() -> None:
+    """vLLM tells of it a second time, with nothing to load: its blocks are stored from there on."""
+    desk = Desk()
+    desk.planner.async_load_tokens = 0
+    stored(desk, "aaaa")
+    two = request("aaaabbbbc", "two")
+    desk.admit(two)
+    desk.land(*desk.step().ahead)
+    desk.planner.admitted(two, desk.tables["two"], 0)
+    store = desk.step((two, 5)).store
+    assert store is not None
+    assert store.device_pages == (desk.tables["two"][1],)
+
+
+def test_a_load_ahead_without_blocks_is_a_job_too() -> None:
+    """Where a window has left all of them, its request still waits to hear that it is over."""
+    desk = Desk()
+    desk.planner.async_load_tokens = 0
+    stored(desk, "aaaa")
+    two = request("aaaab", "two")
+    desk.planner.matched(two, 0)
+    desk.planner.admitted(two, [0, 5], BLOCK)
+    (ahead,) = desk.step().ahead
+    assert (ahead.requests, ahead.device_pages) == (("two",), ())
+
+
 @pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize(
+    "async_load_tokens", [None, BLOCK, 0], ids=["under", "long ahead", "ahead"]
+)
 @pytest.mark.parametrize(
     ("failing", "lookahead", "ranks"),
     [(0.0, 1, 1), (0.0, 2, 2), (0.15, 1, 1), (0.15, 2, 1), (0.1, 2, 2)],
     ids=str,
 )
 def test_random_engines_never_find_wrong_bytes(
-    seed: int, failing: float, lookahead: int, ranks: int
+    seed: int, failing: float, lookahead: int, ranks: int, async_load_tokens: int | None
 ) -> None:
     """Preemption, aborts, reuse, failures and late ranks in any order: every offered block is what it says."""
     dice = random.Random(seed)
-    engine = Engine(dice, failing=failing, lookahead=lookahead, num_ranks=ranks)
+    engine = Engine(
+        dice,
+        failing=failing,
+        lookahead=lookahead,
+        num_ranks=ranks,
+        async_load_tokens=async_load_tokens,
+    )
     for _ in range(120):
         if dice.random() < 0.5:
             stem = dice.choice(["aaaabbbbcccc", "aaaadddd", "eeeeffffgggghhhh"])
             engine.ask(stem[: dice.randrange(1, len(stem) + 1)] + dice.choice(["", "z", "zzzzz"]))
         engine.step()
     engine.finish()
-    assert engine.loaded
+    assert bool(engine.loaded) is (async_load_tokens != 0)
+    assert bool(engine.loaded_ahead) is (async_load_tokens is not None)

@@ -23,6 +23,7 @@ WAYS: Mapping[str, dict[str, Any]] = {
     "engine core apart": {},
     # Pipeline stages are not among these: vLLM's CPU runner fails on them by itself.
     "two tensor-parallel ranks": {"tensor_parallel_size": 2},
+    "two tensor-parallel ranks, loads ahead": {"tensor_parallel_size": 2},
     "guessed tokens": {
         "speculative_config": {
             "method": "ngram",
@@ -40,7 +41,10 @@ def test_apart(folder: Path, tmp_path: Path, way: str) -> None:
     with engine(model) as bare:
         cold, warm = bare.ask(PROMPTS), bare.ask(PROMPTS)
     file = tmp_path / "{rank}.trace.json"
-    with engine(model, ours(trace=str(file), stream_mib=0.0), processes=True, **WAYS[way]) as made:
+    connector = ours(
+        trace=str(file), stream_mib=0.0, async_load_tokens=0 if "ahead" in way else None
+    )
+    with engine(model, connector, processes=True, **WAYS[way]) as made:
         first = made.ask(PROMPTS)
         made.forget()
         again = made.ask(PROMPTS)

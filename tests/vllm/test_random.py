@@ -64,7 +64,10 @@ def live(made: Engine, asked: Asked, dice: random.Random, hooks: Hooks) -> dict[
     return answers
 
 
-def test_whatever_happens_answers_are_right_and_no_block_leaks(folder: Path) -> None:
+@pytest.mark.parametrize("async_load_tokens", [None, 64], ids=["under", "long ahead"])
+def test_whatever_happens_answers_are_right_and_no_block_leaks(
+    folder: Path, async_load_tokens: int | None
+) -> None:
     """vllm#54914, vllm#29781: evictions, aborts, preemption, reuse, slow copies and broken ones, together."""
     dice = random.Random(3)
     asked = requests(dice, 40)
@@ -76,7 +79,12 @@ def test_whatever_happens_answers_are_right_and_no_block_leaks(folder: Path) -> 
     hooks = Hooks()
     hooks.delay(0.003, stream="backup")
     hooks.delay(0.002, stream="load")
-    connector = ours(host_blocks=24, policy="recompute", driver=driver(hooks=hooks))
+    connector = ours(
+        host_blocks=24,
+        policy="recompute",
+        driver=driver(hooks=hooks),
+        async_load_tokens=async_load_tokens,
+    )
     with engine(model, connector, **TINY) as made:
         resting = made.free_blocks
         answers = live(made, asked, dice, hooks)

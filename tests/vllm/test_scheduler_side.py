@@ -53,7 +53,7 @@ def test_a_request_goes_through() -> None:
     """Admitted, stored, heard of, finished: nothing is busy, nothing held, and one block is offered."""
     made = side()
     request = Request("a", "aaaab", 5)
-    assert made.matched(request, 0) == 0
+    assert made.matched(request, 0) == (0, False)
     made.admitted(request, [[3, 4]], 0)
     assert made.plan({"a": 5}, None).store is None
     request = Request("b", "aaaab", 5)
@@ -65,7 +65,7 @@ def test_a_request_goes_through() -> None:
     made.heard(Outcomes({store.number: 2}), bad_blocks=())
     made.finished("b")
     assert not made.busy
-    assert made.matched(Request("c", "aaaab", 5), 0) == BLOCK
+    assert made.matched(Request("c", "aaaab", 5), 0) == (BLOCK, False)
 
 
 def test_numbers_are_of_the_interval() -> None:

@@ -26,6 +26,8 @@ MACHINE = Memory(GIB, "this machine has")
         ({"host_blocks": 1, "timeout_s": 0}, "timeout_s=0"),
         ({"host_blocks": 1, "stream_mib": -1}, "stream_mib=-1; it takes a number from 0 up"),
         ({"host_blocks": 1, "trace_capacity": 0}, "trace_capacity=0"),
+        ({"host_blocks": 1, "async_load_tokens": -1}, "a whole number from 0 up"),
+        ({"host_blocks": 1, "async_load_tokens": 0.5}, "async_load_tokens=0.5"),
     ],
     ids=str,
 )

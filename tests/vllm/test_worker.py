@@ -166,6 +166,61 @@ def test_a_load_that_no_forward_waited_for_is_waited_for_by_the_next(rank: Rank)
     assert values(rank.caches[2][5]) == [12]
 
 
+def test_a_load_ahead_of_its_request_is_waited_for_by_no_forward(rank: Rank) -> None:
+    """Decodes of a batch go on while it is under way; its end is said once, in the step that finds it."""
+    gate = rank.hooks.gate(stream="load", layer=1)
+    assert rank.step(StepPlan(ahead=(Job(1, (5, 6), (1, 0), ("long",), 1),))) == set()
+    assert rank.side.arrived() == set()
+    assert rank.side.ended() == Outcomes()
+    gate.open()
+    (load,) = rank.side._ahead
+    assert load.transfer is not None
+    load.transfer.wait_source_reusable(LONG)
+    rank.step(StepPlan())
+    assert rank.side.arrived() == {"long"}
+    assert rank.side.bad_blocks() == set()
+    assert rank.side.ended() == Outcomes({1: 1})
+    assert [values(cache[5:7]) for cache in rank.caches] == [[10], [11], [12]]
+    assert rank.side.arrived() == set()
+
+
+def test_a_load_ahead_that_breaks_arrives_with_bad_blocks(rank: Rank) -> None:
+    """vLLM must hear of the blocks no later than of the end."""
+    rank.hooks.fail(OSError("no such device"), stream="load", layer=1)
+    rank.side.begin(StepPlan(ahead=(Job(1, (5, 6), (1, 0), ("long",), 1),)))
+    rank.side.load()
+    (load,) = rank.side._ahead
+    assert load.transfer is not None
+    load.transfer.wait_source_reusable(LONG)
+    assert rank.side.arrived() == {"long"}
+    assert rank.side.bad_blocks() == {5, 6}
+    assert rank.side.ended() == Outcomes({}, {1: 1})
+
+
+@pytest.mark.parametrize(
+    "job",
+    [Job(1, (5,), (99,), ("long",), 1), Job(1, (), (), ("long",), 1)],
+    ids=["refused", "empty"],
+)
+def test_a_load_ahead_that_moves_nothing_arrives(rank: Rank, job: Job) -> None:
+    """Its request waits for the end, whatever becomes of the job."""
+    rank.step(StepPlan(ahead=(job,)))
+    for load in rank.side._ahead:
+        if load.transfer is not None:
+            load.transfer.result(LONG)
+    assert rank.side.arrived() == {"long"}
+    assert rank.side.bad_blocks() == set(job.device_pages)
+
+
+def test_a_forward_that_raised_before_its_loads_ahead_says_so(rank: Rank) -> None:
+    """They were never submitted: their requests hear of them in the next step."""
+    rank.side.begin(StepPlan(ahead=(Job(1, (5,), (1,), ("long",), 1),)))
+    rank.side.begin(StepPlan())
+    assert rank.side.arrived() == {"long"}
+    assert rank.side.bad_blocks() == {5}
+    assert rank.side.ended() == Outcomes({}, {1: 1})
+
+
 def test_nothing_is_stored_before_it_is_written(rank: Rank) -> None:
     """LMCache#1068: a layer's copy starts when the forward has written it, and the forward goes on."""
     job = Job(2, (3,), (2,))

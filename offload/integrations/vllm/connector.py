@@ -150,6 +150,10 @@ class OffloadConnector(KVConnectorBase_V1):
         if self.worker is not None:
             self.worker.end()
 
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Return the requests whose loads, done before they are scheduled, are over: well, or with bad blocks."""
+        return None, (None if self.worker is None else self.worker.arrived()) or None
+
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks that vLLM must compute again."""
         return set() if self.worker is None else self.worker.bad_blocks()
@@ -196,8 +200,8 @@ class OffloadConnector(KVConnectorBase_V1):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return what the host has beyond the device, to be loaded under the forward itself."""
-        return self._deciding.matched(request, num_computed_tokens), False
+        """Return what the host has beyond the device, and whether that is loaded before the request is scheduled."""
+        return self._deciding.matched(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int

@@ -46,6 +46,9 @@ class StepPlan:
     store: Job | None = None
     """Leaves layer by layer behind this step's forward."""
 
+    ahead: tuple[Job, ...] = ()
+    """Loads that are over before their requests are scheduled: of one request each. No forward waits for them."""
+
 
 @attrs.frozen
 class Outcomes:

@@ -16,6 +16,9 @@ FAULTS = (OffloadError, TimeoutError, RuntimeError)
 """What ends a job and not the engine: ours, and what torch says of CUDA. An error that the device does not recover
 from comes again from the engine's own next call."""
 
+_AHEAD = -0.2
+"""The priority of a load that no forward waits for: two seconds of waiting outweigh it."""
+
 Tags = Mapping[str, str | int | float | bool | None]
 
 
@@ -58,8 +61,8 @@ class Mover:
     timeout_s: float
     tags: Tagger
 
-    def load(self, job: Job) -> Moving:
-        """Submit a load."""
+    def load(self, job: Job, *, ahead: bool = False) -> Moving:
+        """Submit a load. One that is ahead of its request gives way to those under a forward."""
         scheduler, timeout = self.scheduler, self.timeout_s
         self.tags.job = job
         try:
@@ -67,7 +70,7 @@ class Mover:
                 job,
                 scheduler.load(
                     host_pages=job.host_pages, device_pages=job.device_pages,
-                    deadline=scheduler.now() + timeout, timeout=timeout,
+                    priority=_AHEAD if ahead else 0, deadline=scheduler.now() + timeout, timeout=timeout,
                 ),
             )  # fmt: skip
         except FAULTS:

@@ -1,5 +1,9 @@
 """The scheduler side's decisions: what a step loads and stores, and what outcomes mean. Pure.
 
+A load runs under the forward of its step, or *ahead* of its request: vLLM then gives the request its blocks, and
+schedules it when all ranks have said that the load is over. Its blocks are in nobody's prefix cache until then,
+so that nobody else reads them.
+
 Four rules keep blocks whole:
 
 1. A block with a job under way is held, whatever its request does: preempted, aborted or finished. Its
@@ -72,6 +76,14 @@ class _Followed:
     """Blocks, from the first, about whose store was decided."""
 
 
+@attrs.frozen
+class _Asked:
+    """What vLLM was last answered about a request that it has not admitted."""
+
+    num_computed_tokens: int = 0
+    ahead: bool = False
+
+
 @attrs.define
 class Tally:
     """What was decided since it was last taken."""
@@ -98,13 +110,17 @@ class Planner:
     """Which full blocks are backed up."""
     null_block: int = 0
     """The id that stands for a block that a sliding window has left."""
+    async_load_tokens: int | None = None
+    """Loads of more tokens than this run ahead of their requests."""
     tally: Tally = attrs.field(init=False, factory=Tally)
 
-    _asked: dict[str, int] = attrs.field(init=False, factory=dict)
+    _asked: dict[str, _Asked] = attrs.field(init=False, factory=dict)
     _followed: dict[str, _Followed] = attrs.field(init=False, factory=dict)
     _open: dict[int, Open] = attrs.field(init=False, factory=dict)
     _loads: Draft = attrs.field(init=False, factory=Draft)
     """The load of the next step, which gets the next number."""
+    _ahead: list[Draft] = attrs.field(init=False, factory=list)
+    """Those of the next step that run ahead of their requests."""
     _readers: Readers = attrs.field(init=False, factory=Readers)
     _next: int = attrs.field(init=False, default=0)
 
@@ -115,21 +131,21 @@ class Planner:
 
         The last token is always left to compute: a forward needs one.
         """
-        self._asked[request.request_id] = num_computed_tokens
-        if num_computed_tokens % self.block_size:
-            return 0
-        first = num_computed_tokens // self.block_size
-        last = (request.num_tokens - 1) // self.block_size
-        if last <= first:
-            return 0
-        return self.index.match(request.block_hashes[first:last]) * self.block_size
+        count = self._matched(request, num_computed_tokens)
+        ahead = self.async_load_tokens is not None and count > self.async_load_tokens
+        self._asked[request.request_id] = _Asked(num_computed_tokens, ahead)
+        return count
+
+    def loads_ahead(self, request_id: str) -> bool:
+        """Return whether the load that was last offered runs ahead of its request."""
+        return self._asked[request_id].ahead
 
     def admitted(self, request: Asking, blocks: Sequence[int], num_external_tokens: int) -> None:
         """Take a request that got its blocks, and note the load that it was promised."""
         self._followed[request.request_id] = _Followed(request)
-        computed = self._asked.pop(request.request_id, 0)
+        asked = self._asked.pop(request.request_id, _Asked())
         if num_external_tokens:
-            self._promised(request, blocks, computed, num_external_tokens)
+            self._promised(request, blocks, asked, num_external_tokens)
         self._readers.admitted(request, blocks)
 
     def plan(
@@ -151,7 +167,11 @@ class Planner:
             followed = self._followed.get(name)
             if followed is not None:
                 self._store(followed, count, blocks_of, stores)
-        return StepPlan(self._begin(loads, store=False), self._begin(stores, store=True))
+        load = self._begin(loads, store=False) if loads.device_pages else None
+        store = self._begin(stores, store=True) if stores.device_pages else None
+        drafts, self._ahead = self._ahead, []
+        # Also one without blocks, where a window has left them all: its request waits to hear of it.
+        return StepPlan(load, store, tuple(self._begin(each, store=False) for each in drafts))
 
     def finished(self, request_id: str) -> None:
         """Forget a request. What it holds for jobs under way stays held."""
@@ -191,10 +211,19 @@ class Planner:
 
     # Inside ----------------------------------------------------------------------------------------------
 
+    def _matched(self, request: Asking, num_computed_tokens: int) -> int:
+        if num_computed_tokens % self.block_size:
+            return 0
+        first = num_computed_tokens // self.block_size
+        last = (request.num_tokens - 1) // self.block_size
+        if last <= first:
+            return 0
+        return self.index.match(request.block_hashes[first:last]) * self.block_size
+
     def _promised(
-        self, request: Asking, blocks: Sequence[int], computed: int, num_external_tokens: int
+        self, request: Asking, blocks: Sequence[int], asked: _Asked, num_external_tokens: int
     ) -> None:
-        first = computed // self.block_size
+        first = asked.num_computed_tokens // self.block_size
         end = first + -(-num_external_tokens // self.block_size)
         wanted = [i for i in range(first, end) if blocks[i] != self.null_block]
         keys = [request.block_hashes[i] for i in wanted]
@@ -202,8 +231,12 @@ class Planner:
         self.index.touch(request.block_hashes[:end])
         host = self.index.read(keys)
         self.holds.hold(device)
-        self._loads.add(request.request_id, device, host, keys)
-        self._readers.expect(self._next, device)
+        if asked.ahead:
+            self._ahead.append(Draft())
+            self._ahead[-1].add(request.request_id, device, host, keys)
+        else:
+            self._loads.add(request.request_id, device, host, keys)
+            self._readers.expect(self._next, device)
         self.tally.loaded_blocks += len(device)
 
     def _store(
@@ -240,9 +273,7 @@ class Planner:
         computed = request.num_computed_tokens + count
         return min(computed, request.num_prompt_tokens) if self.store == "prompt" else computed
 
-    def _begin(self, draft: Draft, *, store: bool) -> Job | None:
-        if not draft.device_pages:
-            return None
+    def _begin(self, draft: Draft, *, store: bool) -> Job:
         job = draft.job(self._next)
         self._next += 1
         self._open[job.number] = Open(job, tuple(draft.keys), store, self.num_ranks)

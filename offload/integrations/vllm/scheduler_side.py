@@ -118,6 +118,7 @@ class SchedulerSide:
                 self.num_ranks,
                 self.settings.store,
                 self._null_block,
+                self.settings.async_load_tokens,
             )
         return self._planner
 
@@ -128,9 +129,10 @@ class SchedulerSide:
 
     # Serving -------------------------------------------------------------------------------------------------
 
-    def matched(self, request: Asking, num_computed_tokens: int) -> int:
-        """Return how many more tokens the host has."""
-        return self.planner.matched(request, num_computed_tokens)
+    def matched(self, request: Asking, num_computed_tokens: int) -> tuple[int, bool]:
+        """Return how many more tokens the host has, and whether they are loaded before the request is scheduled."""
+        count = self.planner.matched(request, num_computed_tokens)
+        return count, self.planner.loads_ahead(request.request_id)
 
     def admitted(
         self, request: Asking, tables: Sequence[Sequence[int]], num_external_tokens: int

@@ -38,6 +38,10 @@ class Settings:
     end. 16 MiB take 1-2 ms on a link of 10-16 GB/s; starting 32 layers apart costs 2 ms more of a core than
     starting them together."""
 
+    async_load_tokens: int | None = None
+    """Loads of more tokens than this are done before their request is scheduled: nobody else in a batch waits for
+    them, and the request itself waits for all layers. 0: every load. None: no load, all run under the forward."""
+
     io_backend: str = "auto"
     """How bytes move; see `python -m offload matrix`."""
 
@@ -83,10 +87,10 @@ class Settings:
                 raise _wrong(name, value, "a number above 0")
         if not _is_number(self.stream_mib) or not self.stream_mib >= 0:
             raise _wrong("stream_mib", self.stream_mib, "a number from 0 up")
-        for name in ("host_blocks", "trace_capacity"):
+        for name, least in (("host_blocks", 1), ("trace_capacity", 1), ("async_load_tokens", 0)):
             value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or value is True or value < 1):
-                raise _wrong(name, value, "a whole number from 1 up")
+            if value is not None and (type(value) is not int or value < least):
+                raise _wrong(name, value, f"a whole number from {least} up")
         if self.store not in ("all", "prompt", "none"):
             raise UnknownNameError("store", self.store, ["all", "prompt", "none"])
 

@@ -1,8 +1,8 @@
 """One rank's side: submits a step's load and store, waits layer by layer, and says what has ended.
 
 vLLM calls it in this order, from the thread that runs the model: `begin(plan)`, `load()` before the forward
-if some request needs it, `before(name)` and `after(name)` around each attention layer, `end()`, then
-`bad_blocks()` and `ended()`.
+if some request needs it, else after it, `before(name)` and `after(name)` around each attention layer, `end()`, then
+`arrived()`, `bad_blocks()` and `ended()`.
 
 * A load that breaks breaks no forward: the layer goes on over what is there, and the blocks are reported, so
   that vLLM computes them again and throws this step's tokens of those requests away.
@@ -11,6 +11,8 @@ if some request needs it, `before(name)` and `after(name)` around each attention
   device that is lost, the engine ends by a TimeoutError: its blocks are safe for nobody.
 * A load stays under watch until it is over, also when the forward skipped layers: whatever a later forward
   asks for, it waits for all loads that are still moving.
+* A load ahead of its request is waited for by no forward: its end is said by `arrived()`, and in the same step
+  its blocks are reported, if they are bad.
 * Nothing waits for a store, ever. A large one leaves layer by layer while the forward goes on; a small one
   leaves as a whole behind it, because its copies take less time than a start for each layer would.
 """
@@ -55,6 +57,9 @@ class WorkerSide:
     _load: Job | None = attrs.field(init=False, default=None)
     """This step's, until it is submitted."""
     _loads: list[Moving] = attrs.field(init=False, factory=list)
+    _later: tuple[Job, ...] = attrs.field(init=False, default=())
+    """This step's loads ahead of their requests, until they are submitted."""
+    _ahead: list[Moving] = attrs.field(init=False, factory=list)
     _small: Job | None = attrs.field(init=False, default=None)
     """This step's store, where it leaves as a whole."""
     _streaming: Moving | None = attrs.field(init=False, default=None)
@@ -94,7 +99,7 @@ class WorkerSide:
     def begin(self, plan: StepPlan) -> None:
         """Take a step's plan. Of its store nothing moves before a layer is written."""
         self._abandon()
-        self._load = plan.load
+        self._load, self._later = plan.load, plan.ahead
         if self.tracer is not None and self.tracer.active:
             self._forward = layerwise.ForwardTrace(self.tracer)
         job = plan.store
@@ -108,10 +113,12 @@ class WorkerSide:
         self._stores.append(self._streaming)
 
     def load(self) -> None:
-        """Submit the step's load, once, over all its requests."""
+        """Submit the step's load, once, over all its requests, and those ahead of theirs."""
         job, self._load = self._load, None
         if job is not None:
             self._loads.append(self.mover.load(job))
+        later, self._later = self._later, ()
+        self._ahead += [self.mover.load(job, ahead=True) for job in later]
 
     def before(self, name: str) -> None:
         """Wait until a layer of every load has landed; on a GPU, have the stream wait."""
@@ -148,6 +155,13 @@ class WorkerSide:
             self._stores.append(self.mover.store(job, streaming=False))
 
     # What it says ----------------------------------------------------------------------------------------
+
+    def arrived(self) -> set[str]:
+        """Return the requests whose load ahead of them is over, each once. What `bad_blocks` says next is of them too."""
+        over = [load for load in self._ahead if load.over]
+        self._ahead = [load for load in self._ahead if load not in over]
+        self._loads += over
+        return {load.job.requests[0] for load in over}
 
     def bad_blocks(self) -> set[int]:
         """Return the blocks whose load broke, once no late byte can reach them any more.
@@ -236,6 +250,8 @@ class WorkerSide:
         load, self._load = self._load, None
         if load is not None:
             self._loads.append(Moving(load, None, broken=True))
+        later, self._later = self._later, ()
+        self._ahead += [Moving(job, None, broken=True) for job in later]
 
     def _end_trace(self) -> None:
         if self._forward is not None:
