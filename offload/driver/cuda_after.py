@@ -31,8 +31,12 @@ from offload.errors import RequestError
 WAITERS = 8
 """Compute streams whose waiting threads stay when they have nothing to do."""
 
-RELAYS = 8
-"""Callers' events that are waited for without regard to each other; with more, the one used longest ago is shared."""
+RELAYS = 4
+"""Callers' events that are waited for without regard to each other; with more, the one used longest ago is shared.
+
+Few, because a GPU has few queues (8, unless `CUDA_DEVICE_MAX_CONNECTIONS` says otherwise): a stream that waits holds up
+those that share its queue until the event passes.
+"""
 
 _CAPTURED = 907  # cudaErrorCapturedEvent
 

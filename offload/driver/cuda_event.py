@@ -31,6 +31,7 @@ from typing import TypeVar
 
 from offload.driver.cuda_calls import STICKY, CudaCalls, RawEvent, RawStream, bind, code, is_bound
 from offload.driver.cuda_waiter import Waiter
+from offload.driver.helper import helper_thread
 
 Result = TypeVar("Result")
 
@@ -60,6 +61,14 @@ class Hub:
         self.calls.set_device(self.device)
         self.calls.relax_capture()
 
+    def begin_thread(self) -> None:
+        """Do that first on a thread that is to stay: tried twice, as nothing works on one without a device."""
+        try:
+            self.enter_thread()
+        except Exception as error:  # noqa: BLE001 - judged here
+            if self.is_fatal(error, self.enter_thread):
+                self.lose(error)
+
     def apart(self, call: Callable[[], Result]) -> Result:
         """Run a call on a thread of ours that ends with it: it needs our device, and the caller keeps his."""
         made: Future[Result] = Future()
@@ -71,7 +80,7 @@ class Hub:
             except BaseException as error:  # noqa: BLE001 - raised where it was asked for
                 made.set_exception(error)
 
-        thread = threading.Thread(target=run, name="offload-apart", daemon=True)
+        thread = helper_thread(run, "offload-apart")
         thread.start()
         thread.join()
         return made.result()

@@ -39,6 +39,7 @@ from offload.driver.cuda_event import CudaEvent, Hub
 from offload.driver.cuda_stamps import Stamps
 from offload.driver.cuda_told import Told
 from offload.driver.cuda_waiter import Waiter
+from offload.driver.helper import helper_thread
 from offload.errors import RequestError
 
 AHEAD_LAYERS = 2
@@ -82,7 +83,7 @@ class CudaStream:
         self._full = False
         self._closing = False
         hub.on_lost.append(self.kick)
-        self._thread = threading.Thread(target=self._run, name=f"offload-{name}-issue", daemon=True)
+        self._thread = helper_thread(self._run, f"offload-{name}-issue")
         self._thread.start()
 
     def __repr__(self) -> str:
@@ -134,10 +135,7 @@ class CudaStream:
     # ---- the issuing thread -------------------------------------------------------------------------
 
     def _run(self) -> None:
-        try:
-            self._hub.enter_thread()
-        except Exception as error:  # noqa: BLE001 - a thread without a device can do nothing
-            self._hub.lose(error)
+        self._hub.begin_thread()
         while not self._closing:
             while not self._inbox.empty():
                 self._admit(self._inbox.get())

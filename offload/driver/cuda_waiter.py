@@ -19,6 +19,8 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from offload.driver.helper import helper_thread
+
 if TYPE_CHECKING:
     from offload.driver.cuda_event import CudaEvent, Hub
 
@@ -62,9 +64,7 @@ class Waiter:
     def _start(self) -> None:
         if self._alive:
             return
-        self._thread = threading.Thread(
-            target=self._run, name=f"offload-{self.name}-wait", daemon=True
-        )
+        self._thread = helper_thread(self._run, f"offload-{self.name}-wait")
         self._alive = True
         try:
             self._thread.start()
@@ -85,10 +85,7 @@ class Waiter:
             thread.join(timeout)
 
     def _run(self) -> None:
-        try:
-            self._hub.enter_thread()
-        except Exception as error:  # noqa: BLE001 - a thread without a device can do nothing
-            self._hub.lose(error)
+        self._hub.begin_thread()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._heap or self._stopped)

@@ -93,6 +93,21 @@ def test_a_sticky_code_is_a_loss(name: str, error_code: int) -> None:
         assert not fake.named("drain")
 
 
+@pytest.mark.parametrize("name", ["set_device", "relax_capture"])
+def test_a_thread_that_gets_its_device_at_the_second_try_is_no_loss(name: str) -> None:
+    """Both threads of a stream, and those that wait for marks; one that never gets it is one."""
+    for failures, lost in ((1, False), (2, True)):
+        with world() as (fake, driver):
+            driver.stream("load")
+            marks = driver.marks()
+            for _ in range(failures):
+                fake.fail(2, name=name)
+            marks[0].wait(0)
+            with fake.running():
+                assert marks[0].wait(PATIENCE)
+            assert (driver.lost is not None) == lost
+
+
 @pytest.mark.parametrize("name", CALLS)
 def test_a_scheduler_goes_on_after_it(name: str) -> None:
     """One transfer fails and says why; its pages are free, and the next one moves."""
