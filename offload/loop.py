@@ -7,14 +7,17 @@ import contextlib
 import os
 import sys
 import threading
-import weakref
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from typing import TYPE_CHECKING
 
 from offload.driver.loops import poster, running_on_asyncio, signals
 from offload.errors import RequestError
 
-_NEVER_S = 1e8
-"""Three years."""
+if TYPE_CHECKING:
+    import trio.lowlevel
+
+_FAR_S = 1e6
+"""Twelve days: no loop takes so long to close, and each can wait so long."""
 
 
 class LoopHandle:
@@ -40,11 +43,12 @@ class LoopHandle:
     @property
     def closed(self) -> bool:
         """Whether the loop has ended for good. One that is only stopped cannot be told from a busy one."""
-        return (
-            self._asyncio.is_closed()
-            if self._asyncio is not None
-            else not self.post_threadsafe(_nothing)
-        )
+        return self._asyncio.is_closed() if self._asyncio is not None else _ended(self._trio)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it may run what is posted: it has not ended, and this is its process."""
+        return not self.forked and not self.closed
 
     def post(self, callback: Callable[[], object]) -> bool:
         """Run `callback` on the loop soon, from any thread; return False when the loop is closed."""
@@ -77,24 +81,21 @@ class LoopHandle:
         return scope.cancel
 
     def at_end(self, callback: Callable[[], object]) -> Callable[[], None]:
-        """Call `callback` when the loop ends for good, on whatever thread ends it; return what takes that back."""
+        """Call `callback` when the loop has ended, or may have: ask `closed`. Return what takes that back.
+
+        Of an asyncio loop that is closed without `shutdown_asyncgens` nobody hears: ask `closed` then too.
+        """
         if self._asyncio is None:
             return _at_end_of_trio(callback)
-        omen = _Omen(callback)
-        handle = self._asyncio.call_later(_NEVER_S, omen)
-        # A loop that is closed drops what it was to call. So nobody else may keep that.
-        omens, handles = weakref.ref(omen), weakref.ref(handle)
+        return _at_end_of_asyncio(self._asyncio, callback)
 
-        def take_back() -> None:
-            omen, handle = omens(), handles()
-            if omen is not None and handle is not None:
-                omen.callback = None
-                handle.cancel()
-
-        return take_back
-
-    def check(self, call: str, instead: str = "") -> None:
+    def check(self, call: str, instead: str = "", *, remedy: str = "") -> None:
         """Raise unless the caller runs on this loop.
+
+        Args:
+            call: What was called.
+            instead: What to call on other threads; the same of `from_thread`, unless this says otherwise.
+            remedy: What else to do there, as a sentence.
 
         Raises:
             RequestError: It runs on another thread, or on another loop of this thread.
@@ -107,9 +108,10 @@ class LoopHandle:
                 pass  # none runs here
         self.check_process(call)
         if threading.get_ident() != self._thread:
+            instead = instead or f"scheduler.from_thread.{call}"
+            remedy = remedy or f"Use {instead}, which works from any thread."
             raise RequestError(
-                f"{call} was called on another thread than the scheduler's event loop. Use "
-                f"{instead or 'scheduler.from_thread.' + call}, which works from any thread."
+                f"{call} was called on another thread than the scheduler's event loop. {remedy}"
             )
         if not self._running():
             raise RequestError(
@@ -149,42 +151,79 @@ class LoopHandle:
 
 
 class _Omen:
-    """What a loop is to call in a far future; dropped before, it says so."""
+    """What a loop that shuts down is to call in a far future; dropped before, it says so."""
 
     def __init__(self, callback: Callable[[], object]) -> None:
-        self.callback: Callable[[], object] | None = callback
+        self._callback = callback
 
     def __call__(self) -> None:
         """Never mind."""
 
     def __del__(self) -> None:
-        if self.callback is not None:
-            with contextlib.suppress(Exception):  # the interpreter may be in the middle of its end
-                self.callback()
+        with contextlib.suppress(Exception):  # the interpreter may be in the middle of its end
+            self._callback()
+
+
+def _at_end_of_asyncio(
+    loop: asyncio.AbstractEventLoop, callback: Callable[[], object]
+) -> Callable[[], None]:
+    """Hear of a loop's end in two steps, so that no timer stands in it while it lives.
+
+    A loop that shuts down closes its async generators first; ours then leaves a timer behind, and a loop
+    that is closed drops its timers. A loop that goes on after all only keeps that timer.
+    """
+    wanted = [callback]
+
+    async def until_shutdown() -> AsyncGenerator[None, None]:
+        try:
+            yield
+        finally:
+            if wanted:
+                loop.call_later(_FAR_S, _Omen(wanted.pop()))
+
+    generator = until_shutdown()
+    with contextlib.suppress(StopIteration):
+        generator.asend(None).send(None)  # as far as its yield
+
+    def take_back() -> None:
+        wanted.clear()
+        with contextlib.suppress(StopIteration):
+            generator.aclose().send(None)
+
+    return take_back
 
 
 def _at_end_of_trio(callback: Callable[[], object]) -> Callable[[], None]:
-    """Do the same on trio, after all that was posted until then."""
+    """Hear of the end of trio's loop when it takes no posts any more."""
     import trio
 
-    scope, token = trio.CancelScope(), trio.lowlevel.current_trio_token()
+    class End(trio.abc.Instrument):
+        def after_run(self) -> None:
+            callback()
 
-    async def wait() -> None:
-        with scope:
-            try:
-                await trio.sleep_forever()
-            finally:
-                if not scope.cancel_called:
-                    try:
-                        token.run_sync_soon(callback)
-                    except trio.RunFinishedError:
-                        callback()
+    end = End()
+    trio.lowlevel.add_instrument(end)
 
-    trio.lowlevel.spawn_system_task(wait)
-    return scope.cancel
+    def take_back() -> None:
+        with contextlib.suppress(RuntimeError, KeyError):  # the loop has ended
+            trio.lowlevel.remove_instrument(end)
+
+    return take_back
 
 
-def _trio_token() -> object:
+def _ended(token: trio.lowlevel.TrioToken | None) -> bool:
+    """Return whether a loop of trio has ended. Asked often: what is posted for that is posted once."""
+    import trio
+
+    try:
+        if token is not None:
+            token.run_sync_soon(_nothing, idempotent=True)
+    except trio.RunFinishedError:
+        return True
+    return False
+
+
+def _trio_token() -> trio.lowlevel.TrioToken | None:
     """Return what stands for the trio loop that runs on this thread; None when there is none."""
     if "trio" not in sys.modules:
         return None
@@ -215,6 +254,11 @@ class NoLoop(LoopHandle):
 
     @property
     def closed(self) -> bool:
+        """Not yet."""
+        return False
+
+    @property
+    def alive(self) -> bool:
         """Not yet."""
         return False
 

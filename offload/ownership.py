@@ -23,7 +23,8 @@ class PoolOwnership:
     """The claim of one scheduler on the pools of its group, from when it opens until it has closed.
 
     A scheduler whose loop ended under it never closes. Its claim goes when nothing of it moves any more: the end
-    of the loop sees to that, or the last flight to end after it.
+    of the loop sees to that, where it is heard of, or the last flight to end after it, or the next scheduler to open.
+    Each asks the loop first whether it is closed.
     """
 
     group: PoolGroup
@@ -85,5 +86,5 @@ class PoolOwnership:
 def _release_after_loop(tenancy: weakref.ref[PoolOwnership]) -> None:
     """Do so, if anybody still has it, and this is the process whose loop it was."""
     found = tenancy()
-    if found is not None and not found.loop.forked:
+    if found is not None and not found.loop.forked and found.loop.closed:
         found.release_after_loop()
