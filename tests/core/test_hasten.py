@@ -37,6 +37,16 @@ def test_a_queued_request_takes_the_place_of_who_shares_it(
     rig.finish()
 
 
+def test_who_is_no_more_urgent_keeps_its_one_place() -> None:
+    """A request that is shared by many who are due when it is, stands in the queue once."""
+    rig = Rig()
+    load = rig.load([0], [0], due=4.0)
+    for due in (4.0, 4.0, 5.0):
+        assert hastened(rig, load, due) == []
+    assert [len(heap) for heap in rig.machine.in_flight.loads.heaps.values()] == [1]
+    rig.finish()
+
+
 def test_a_blocked_request_takes_its_place_when_it_is_let_go() -> None:
     """What is held back from outside is queued as urgent as it has become meanwhile."""
     rig = Rig(Limits(max_batch_requests=1))
@@ -76,13 +86,14 @@ def test_a_batch_in_the_air_becomes_more_urgent() -> None:
     rig.finish()
 
 
-def test_a_mate_of_a_more_urgent_one_changes_nothing() -> None:
-    """A batch is as urgent as its most urgent request."""
+@pytest.mark.parametrize("due", [2.0, 1.0])
+def test_a_mate_of_a_more_urgent_one_changes_nothing(due: float) -> None:
+    """A batch is as urgent as its most urgent request, and a mate that is now as urgent makes it no more so."""
     rig = Rig()
     rig.load([0], [0], due=1.0)
     mate = rig.load([1], [1], due=4.0)
     rig.do(Flush())
-    assert hastened(rig, mate, 2.0) == []
+    assert hastened(rig, mate, due) == []
     assert rig.batches[1].due == 1.0
     rig.finish()
 
