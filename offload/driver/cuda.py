@@ -34,6 +34,7 @@ from offload.driver.base import Event, Flight, Stream
 from offload.driver.cuda_after import Marks
 from offload.driver.cuda_calls import CudaCalls, RawStream
 from offload.driver.cuda_event import CudaEvent, Hub
+from offload.driver.cuda_stopwatch import CudaStopwatch
 from offload.driver.cuda_stream import CudaStream
 from offload.driver.cuda_torch import TorchCuda
 from offload.driver.cuda_waiter import Waiter
@@ -73,6 +74,8 @@ class CudaDriver:
         self._lock = threading.Lock()
         self._streams: dict[str, CudaStream] = {}
         self._marks = Marks(self._hub)
+        self.stopwatch = CudaStopwatch(self._hub, self._marks.waiter)
+        """Measures the calling thread's compute stream; only a recording asks."""
         self._closed = False
         self._end = weakref.finalize(self, _end, self._hub, self._streams, self._marks)
 

@@ -119,6 +119,30 @@ def test_report_counts_the_forward(backend: str, tmp_path: Path) -> None:
 
 
 @BACKENDS
+def test_fences_that_nobody_measures_are_no_stall_of_nothing(backend: str, tmp_path: Path) -> None:
+    """The simulator orders streams and has no stopwatch: the report counts such waits, and so does its file."""
+    tracer = offload.Tracer()
+
+    async def body() -> None:
+        sim = SimDriver(seed=0)
+        async with offload.open_scheduler(*pools(), driver=sim, tracer=tracer) as scheduler:
+            load = await scheduler.load(host_pages=[0], device_pages=[0])
+            async with anyio.create_task_group() as group:
+                group.start_soon(load.issued, 0)
+                await sim.advance(1e-6)
+            load.fence(0)
+            await sim.run_until_idle()
+            load.fence(1)
+            counts = scheduler.counters.load
+            assert (counts.waits_fenced, counts.waits_ready, counts.waits.count) == (1, 1, 0)
+
+    anyio.run(body, backend=backend)
+    report = tracer.report()
+    assert (report.unmeasured_waits, report.ready_waits, report.waits) == (1, 1, 0)
+    assert Report.of(timeline(tracer.export(tmp_path / "run.json"))) == report
+
+
+@BACKENDS
 def test_window_bounds_what_is_recorded(backend: str) -> None:
     """Only what happens in a window is recorded, though the scheduler was open before."""
     tracer = offload.Tracer(active=False)
