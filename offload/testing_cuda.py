@@ -276,6 +276,13 @@ class FakeCuda(FakeDevice):
             if self.registered.pop(address, None) is None:
                 raise CudaError("unregister", 713, "not registered")
 
+    def device_memory(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        self._call("device_memory", nbytes)
+        before = FakeEvent(timing=False)
+        self.record(before, self._lasting(self._thread.device))
+        self.wait(before, self._current())
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
     def host_numbers(self, numbers: npt.NDArray[np.int64]) -> torch.Tensor:
         self._call("host_numbers", len(numbers), unsafe=True, on=self._thread.device)
         return torch.from_numpy(numbers.copy())

@@ -135,6 +135,10 @@ class FakeHost:
         for stream in reversed(self._thread.streams):
             if stream.device == device:
                 return stream
+        return self._lasting(device)
+
+    def _lasting(self, device: int) -> FakeStream:
+        """Return a device's default stream."""
         with self._changed:
             if device not in self._default:
                 self._default[device] = self._make(0, device)

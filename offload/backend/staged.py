@@ -9,7 +9,8 @@ runs (`page_first`: one per token, 2 KiB for 8 heads of 128; `page_head`: one pe
 each of them is a copy by itself: the copy engine moves those slowly, and `kernel` is the better choice.
 
 Staging memory is bounded, one block per direction: what does not fit goes in several turns. Turns follow each
-other on the stream, so no turn overwrites what the one before still needs.
+other on the stream, so no turn overwrites what the one before still needs. It is not of that stream's own
+memory: torch keeps memory that was let go, and the stream that it belongs to, longer than ours lives.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from offload.backend.memcpy_batch import MemcpyBatchCopy
 from offload.core.geometry import WORD, ComponentGeometry
 from offload.core.kinds import Direction
 from offload.core.plan import Runs, coalesce
+from offload.driver.cuda_calls import here
 from offload.pool import DevicePool, HostPool, Pool
 
 STAGING_BYTES = 32 << 20
@@ -118,7 +120,7 @@ class StagedBackend:
         if found is None or found.numel() < nbytes:
             load = direction is Direction.LOAD
             device = (both.destination if load else both.source).device
-            found = self._memory[direction] = torch.empty(nbytes, dtype=torch.uint8, device=device)
+            found = self._memory[direction] = here().device_memory(nbytes, device)
         return found
 
 

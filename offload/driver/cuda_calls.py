@@ -177,6 +177,17 @@ class CudaCalls(Protocol):
     def unregister(self, address: int) -> None:
         """Undo `register`, given the same address."""
 
+    def device_memory(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """Return memory of the device, for the current stream to use after what used it before.
+
+        It is of the device's default stream, which lives as long as the process: torch's allocator keeps a
+        block's stream as long as it keeps the block, and may yet synchronize it, so it must not be one that
+        is destroyed. Whoever lets go of it has seen the last use of it pass.
+
+        Shapes:
+            [nbytes] of uint8.
+        """
+
     def host_numbers(self, numbers: npt.NDArray[np.int64]) -> torch.Tensor:
         """Return the numbers in page-locked host memory, where a kernel reads them in place.
 

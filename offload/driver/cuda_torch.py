@@ -180,6 +180,13 @@ class TorchCuda:
     def unregister(self, address: int) -> None:
         self._driver("cuMemHostUnregister", ctypes.c_void_p(address))
 
+    def device_memory(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        lasting, mine = torch.cuda.default_stream(device), torch.cuda.current_stream(device)
+        with torch.cuda.stream(lasting):
+            memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        mine.wait_stream(lasting)
+        return memory
+
     def host_numbers(self, numbers: npt.NDArray[np.int64]) -> torch.Tensor:
         return torch.empty(len(numbers), dtype=torch.int64, pin_memory=True).copy_(
             torch.from_numpy(numbers)

@@ -91,6 +91,25 @@ def test_staging_makes_one_copy_of_host_neighbours() -> None:
     assert len(fake.named("launch")) == 1
 
 
+@pytest.mark.parametrize("direction", Direction)
+def test_staging_memory_belongs_to_a_stream_that_lasts(direction: Direction) -> None:
+    """It outlives the stream that uses it: taken once, and used after what had it before."""
+    fake = FakeCuda()
+    device, host = pools("mla", Layout.LAYER_FIRST)
+    backend = StagedBackend()
+    with on_stream(fake):
+        mine = fake.current_stream(0)
+        backend.warm_up(device, host, direction)
+        prepared = backend.prepare(device, host, direction, runs_of([(0, 1), (2, 3)]))
+        prepared.copy(1)
+        fake.run()
+    assert len(fake.named("device_memory")) == 1
+    ((recorded, lasting),) = (call.arguments for call in fake.named("record"))
+    assert [call.arguments for call in fake.named("wait")] == [(recorded, mine)]
+    assert (lasting.cuda_stream, lasting is mine) == (0, False)  # type: ignore[attr-defined]
+    fake.check()
+
+
 @pytest.mark.parametrize("cell", cells(IoBackend.STAGED), ids=lambda cell: "-".join(cell))
 def test_staging_copies_what_explain_says_over_the_link(cell: Cell) -> None:
     """Each run of the host page is a copy: as many, and as short, as its verdict notes."""
