@@ -118,9 +118,22 @@ def test_recurrent_models_are_refused() -> None:
         check(config, caches)
 
 
-@pytest.mark.parametrize(("policy", "batches"), [("recompute", 2), ("recompute", 1), ("fail", 2)])
-def test_computing_again_and_planning_ahead_exclude_each_other(policy: str, batches: int) -> None:
-    """vLLM keeps what a step has computed that it planned before it heard of a broken load: no CPU build does."""
+@pytest.mark.parametrize(
+    ("policy", "batches", "limit", "refused"),
+    [
+        ("recompute", 2, None, True),
+        ("recompute", 2, 64, True),
+        ("recompute", 2, 0, False),
+        ("recompute", 1, None, False),
+        ("fail", 2, None, False),
+    ],
+)
+def test_computing_again_and_planning_ahead_exclude_each_other(
+    policy: str, batches: int, limit: int | None, refused: bool
+) -> None:
+    """vLLM keeps what a step has computed that it planned before it heard of a broken load, and no CPU build does; a
+    request whose load runs ahead of it is in no such step.
+    """
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from offload.integrations.vllm.checks import check
@@ -129,7 +142,7 @@ def test_computing_again_and_planning_ahead_exclude_each_other(policy: str, batc
         kv_transfer_config=SimpleNamespace(
             kv_role="kv_both",
             kv_load_failure_policy=policy,
-            kv_connector_extra_config={"host_blocks": 8},
+            kv_connector_extra_config={"host_blocks": 8, "async_load_tokens": limit},
         ),
         cache_config=SimpleNamespace(enable_prefix_caching=True),
         model_config=None,
@@ -137,9 +150,7 @@ def test_computing_again_and_planning_ahead_exclude_each_other(policy: str, batc
         speculative_config=None,
         max_concurrent_batches=batches,
     )
-    both = policy == "recompute" and batches > 1
-    says = (
-        "Set --no-async-scheduling" if both else "this model has 0"
-    )  # the next thing that is wrong
+    # Else the next thing that is wrong.
+    says = r"Set async_load_tokens=0.*--no-async-scheduling" if refused else "this model has 0"
     with pytest.raises(offload.RequestError, match=says):
         check(config, KVCacheConfig(8, [], []))

@@ -38,7 +38,7 @@ def check(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Settings:
             f"OffloadConnector has kv_role={transfer.kv_role!r}, and it stores and loads for one engine. "
             "Set kv_role='kv_both'."
         )
-    _check_failures(vllm_config)
+    _check_failures(vllm_config, settings)
     _check_prefixes(vllm_config)
     _check_parallel(vllm_config)
     _check_drafts(vllm_config)
@@ -63,18 +63,22 @@ def layer_blocks(kv_cache_config: KVCacheConfig) -> dict[str, Block]:
     }
 
 
-def _check_failures(vllm_config: VllmConfig) -> None:
+def _check_failures(vllm_config: VllmConfig, settings: Settings) -> None:
     """Refuse to compute again what was not loaded where vLLM plans a step before it has heard of the last one: it
-    keeps the token that such a step has computed over the missing blocks.
+    keeps the token that such a step has computed over the missing blocks. A request whose load runs ahead of it is
+    in no step before that load is over.
     """
     if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
+        return
+    if settings.async_load_tokens == 0:
         return
     if vllm_config.max_concurrent_batches > 1:
         raise RequestError(
             f"OffloadConnector has kv_load_failure_policy='recompute', and vLLM plans "
             f"{vllm_config.max_concurrent_batches} steps at once: of a request whose load broke it would keep tokens "
-            "that were computed over the missing blocks. Set --no-async-scheduling, and no pipeline parallelism, or "
-            "kv_load_failure_policy='fail', which ends such a request with an error."
+            "that were computed over the missing blocks. Set async_load_tokens=0, which loads before a request is "
+            "scheduled; or --no-async-scheduling, and no pipeline parallelism; or kv_load_failure_policy='fail', which "
+            "ends such a request with an error."
         )
 
 

@@ -76,7 +76,8 @@ class OffloadConnector(KVConnectorBase_V1):
             if vllm_config.kv_transfer_config.kv_load_failure_policy != "recompute":
                 _LOG.warning(
                     "kv_load_failure_policy is 'fail': a load that breaks ends its requests with an error. "
-                    "Set it to 'recompute', and --no-async-scheduling, to compute their blocks again instead."
+                    "Set it to 'recompute', and --no-async-scheduling or async_load_tokens=0, to compute their blocks "
+                    "again instead."
                 )
 
     @property
