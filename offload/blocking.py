@@ -11,6 +11,7 @@ from typing import Self
 import anyio
 import attrs
 
+from offload.driver.helper import helper_thread
 from offload.scheduler import Scheduler
 from offload.threadface import ThreadFace
 from offload.waits import check_timeout
@@ -38,7 +39,7 @@ class BlockingScheduler(ThreadFace):
         shell.private = True
         face = cls(shell)
         face._scheduler = scheduler
-        face._thread = threading.Thread(target=face._main, name="offload-loop", daemon=True)
+        face._thread = helper_thread(face._main, "offload-loop")
         try:
             face._thread.start()
             face._ready.wait()

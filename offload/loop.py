@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import AsyncGenerator, Callable
+from contextvars import copy_context
 from typing import TYPE_CHECKING
 
 from offload.driver.loops import poster, running_on_asyncio, signals
@@ -29,7 +30,10 @@ class LoopHandle:
     def __init__(self) -> None:
         self._thread = threading.get_ident()
         self._process = os.getpid()
-        self.post_threadsafe = poster()
+        # One for all that runs there: whoever asks for a turn leaves nothing of his own task in it, and no alarm
+        # keeps what a task has set.
+        self._context = copy_context()
+        self.post_threadsafe = poster(self._context)
         """As `post`, without asking which thread this is."""
         self.signal = signals()
         self._asyncio = asyncio.get_running_loop() if running_on_asyncio() else None
@@ -59,7 +63,7 @@ class LoopHandle:
         if self._asyncio is None:
             return self.post_threadsafe(callback)
         try:
-            self._asyncio.call_soon(callback)
+            self._asyncio.call_soon(callback, context=self._context)
         except RuntimeError:  # the loop is closed
             return False
         return True
@@ -67,7 +71,8 @@ class LoopHandle:
     def alarm(self, seconds: float, callback: Callable[[], None]) -> Callable[[], None]:
         """Call `callback` on the loop after so many seconds; return what cancels that."""
         if self._asyncio is not None:
-            return self._asyncio.call_later(max(0.0, seconds), callback).cancel
+            delay = max(0.0, seconds)
+            return self._asyncio.call_later(delay, callback, context=self._context).cancel
         import trio
 
         scope = trio.CancelScope()
@@ -77,7 +82,7 @@ class LoopHandle:
                 await trio.sleep(max(0.0, seconds))
                 callback()
 
-        trio.lowlevel.spawn_system_task(ring)
+        trio.lowlevel.spawn_system_task(ring, context=self._context.copy())
         return scope.cancel
 
     def at_end(self, callback: Callable[[], object]) -> Callable[[], None]:

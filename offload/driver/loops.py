@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextvars import Context, copy_context
 from functools import partial
 from typing import Protocol
 
@@ -62,19 +63,23 @@ def signals() -> Callable[[], Signal]:
     return trio.Event
 
 
-def poster() -> Callable[[Callable[[], object]], bool]:
-    """Return a function that runs a callback on the loop that runs now, from any thread.
+def poster(context: Context | None = None) -> Callable[[Callable[[], object]], bool]:
+    """Return a function that runs a callback on the loop that runs now, from any thread, in one context.
 
     It never blocks and never raises: it returns False when that loop has been closed, and the callback
     is then dropped. A loop that is stopped but not closed takes the callback and may never run it, so
     nothing that a thread waits for may depend on it.
+
+    Args:
+        context: None takes a copy of the caller's.
     """
+    own = copy_context() if context is None else context
     if running_on_asyncio():
         loop = asyncio.get_running_loop()
 
         def post(callback: Callable[[], object]) -> bool:
             try:
-                loop.call_soon_threadsafe(callback)
+                loop.call_soon_threadsafe(callback, context=own)
             except RuntimeError:  # the loop is closed
                 return False
             return True
@@ -87,7 +92,7 @@ def poster() -> Callable[[Callable[[], object]], bool]:
 
     def post_trio(callback: Callable[[], object]) -> bool:
         try:
-            token.run_sync_soon(callback)
+            token.run_sync_soon(own.run, callback)
         except trio.RunFinishedError:
             return False
         return True

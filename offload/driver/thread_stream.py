@@ -12,6 +12,7 @@ from typing import cast
 
 from offload.core.runlist import Runlist
 from offload.driver.base import Event, Flight, Work
+from offload.driver.helper import helper_thread
 from offload.driver.hooks import Hooks, Order
 from offload.driver.tickets import Ticket, Watchers
 from offload.errors import RequestError
@@ -46,7 +47,7 @@ class ThreadStream:
         self._fences: deque[Event] = deque()
         self._closing = threading.Event()
         self._due = 0.0
-        self._thread = threading.Thread(target=self._run, name=f"offload-{name}", daemon=True)
+        self._thread = helper_thread(self._run, f"offload-{name}")
         self._thread.start()
 
     def __repr__(self) -> str:
