@@ -10,6 +10,7 @@ from typing import Any
 import attrs
 import pytest
 
+from offload.integrations.vllm.worker import WorkerSide
 from offload.testing import Hooks
 from tests.vllm import models
 from tests.vllm.connect import driver, ours
@@ -167,3 +168,15 @@ def test_every_load_may_run_ahead(model: Path, expected: list[Answer]) -> None:
             assert answers[0].cached == CACHED
             TALLY.near(answers, right)
             stored.engine.forget()
+
+
+def test_forwards_whose_graph_swallows_the_hooks_are_served(
+    model: Path, expected: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full CUDA graph calls nothing between layers: stores start at the end of a step, and no load needs a wait."""
+    for hook in ("before", "after"):
+        monkeypatch.setattr(WorkerSide, hook, lambda side, name: None)
+    for stored in started(model, async_load_tokens=0):
+        answers = stored.engine.ask([LONG, SHORT])
+        assert [answer.cached for answer in answers] == [CACHED, BLOCK]
+        TALLY.near(answers, expected)

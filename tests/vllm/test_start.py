@@ -94,6 +94,23 @@ def test_a_model_of_windows_is_not_computed_again(folder: Path) -> None:
         pass
 
 
+@pytest.mark.parametrize(
+    ("extra", "pieces"),
+    [({}, True), ({"async_load_tokens": 4096}, True), ({"async_load_tokens": 0}, False)],
+    ids=["under", "long ahead", "ahead"],
+)
+def test_full_cuda_graphs_are_kept_where_no_forward_waits(
+    extra: Mapping[str, Any], pieces: bool
+) -> None:
+    """A graph replays no wait, so a load under the forward needs its layers apart; a store does not."""
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    config = KVTransferConfig(**ours(**extra))
+    made = KVConnectorFactory.get_connector_class(config)
+    assert made.requires_piecewise_for_cudagraph(config.kv_connector_extra_config) is pieces
+
+
 def test_recurrent_models_are_refused() -> None:
     """Recurrent states are no blocks of tokens. vLLM's CPU build runs no such model, so its spec is asked about."""
     import torch

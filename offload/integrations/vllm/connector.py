@@ -290,8 +290,12 @@ class OffloadConnector(KVConnectorBase_V1):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Return True: a full graph would swallow the waits and the starts of each layer."""
-        return True
+        """Return whether loads run under forwards: a full graph would swallow the wait for each layer.
+
+        Where all of them run ahead of their requests, there is none, and a store that no layer has started
+        starts at the end of its step.
+        """
+        return extra_config.get("async_load_tokens") != 0
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
