@@ -44,8 +44,10 @@ class WaitingThreads:
     """Wakes threads that wait for progress. One per scheduler.
 
     A waiter enters itself before it looks, and progress is written before waiters are looked up; so either the
-    waiter sees the progress or who wakes sees the waiter. Who wakes asks for each whether that is news: a thread
-    that is woken for nothing costs a switch there and back, on a core that a forward needs.
+    waiter sees the progress or who wakes sees the waiter. Nothing is locked for that: where no global lock orders
+    threads, a processor may look before its write is seen, and a waiter that was missed looks itself after `LOOK_S`.
+    Who wakes asks for each whether that is news: a thread that is woken for nothing costs a switch there and back,
+    on a core that a forward needs.
     """
 
     waiters: list[Waiter] = attrs.field(factory=list)

@@ -3,15 +3,20 @@
 A stream counts what has passed in `landed`; a ticket has passed when the count has reached its position.
 Who wants to be told leaves a callback in the stream's `Watchers`. No wake-up is lost: a watcher is
 stored first and looks at the count afterwards, the stream counts first and looks for watchers
-afterwards, so one of the two sees the other.
+afterwards, so one of the two sees the other. Nobody looks again later: so where no global lock orders what
+they do, the stream looks under the lock that a watcher is stored under, and whoever takes it second sees all.
 """
 
 from __future__ import annotations
 
 import heapq
+import sys
 import threading
 from collections.abc import Callable
 from typing import Protocol
+
+_FREE_THREADED = not getattr(sys, "_is_gil_enabled", lambda: True)()
+"""Whether a thread may look before others see what it has written."""
 
 
 class Counted(Protocol):
@@ -110,7 +115,7 @@ class Watchers:
 
     def notify(self) -> None:
         """Call what is due, each once. After every change of the stream's `landed`."""
-        while self._heap:
+        while self._heap or _FREE_THREADED:
             with self._lock:
                 if not self._heap or self._heap[0].order[0] > self._stream.landed:
                     return
