@@ -75,9 +75,11 @@ def _issue(shell: Shell, batch: Batch) -> None:
             entry.fly(flight, piece)
     try:
         shell.driver.stream(batch.direction).carry(flight)
-    except BaseException as error:  # noqa: BLE001 - the driver's, and so that of these requests
+    except BaseException as error:  # the driver's, and so that of these requests
         flight.failed(batch.first, error)
         flight.ended()
+        if not isinstance(error, Exception):  # a signal's
+            raise
     shell.ledger.issued(flight.entries, now)  # while the stream plans already
 
 

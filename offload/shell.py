@@ -154,7 +154,7 @@ class Shell:
     def _start(self, loop: LoopHandle) -> None:
         self.machine.open()
         self.loop = loop
-        self.timer = Timer(self.driver, self.loop)
+        self.timer = Timer(self.driver, self.loop, self._do)
         if self.tracer is not None:
             self.tracer.clock = self.driver.now_ns
             if isinstance(self.driver, TimesCompute):
@@ -318,38 +318,46 @@ class Shell:
             self._turn_due = False
             raise
         if not posted:
+            self._turn_due = False  # who asks next is told so too
             self._dead = True
             self.waiting_threads.wake_all()
         return posted
 
     def _turn(self) -> None:
         self._turn_due = False
-        start = 0 if self.tracer is None else self.ledger.begin_turn()
         try:
-            if self.driver.lost is not None and self.lost is None:
-                self.lost = self.driver.lost
-                self._give_up(self.lost)
-            if self.failing and self.stuck is not None:
-                self.fail_some(self.stuck)
-            more = bool(self._inbox or self._orders) and not self.take_inbox(_PER_TURN)
-            pieces = 0
-            while self._arrivals and pieces < _PER_TURN:
-                flight = self._arrivals.popleft()
-                self._absorb(flight)
-                pieces += len(flight.batch.pieces)
-            if self.machine.waiting() and self.stuck is None:
-                self.handle(_FLUSH)
-                more = more or (self.machine.waiting() and self.machine.flushable())
-            if self.vacancies:
-                more = self.vacancies.wake(_PER_TURN) or more
-            if more or self._arrivals:
-                self.ask_here()
-            if self.parking.parked:
-                self.parking.wake()
-        except BaseException as error:  # noqa: BLE001 - raised where the scheduler is left
-            self._break(error)
-        if start:
-            self.ledger.end_turn(start)
+            start = 0 if self.tracer is None else self.ledger.begin_turn()
+            try:
+                self._take_news()
+            finally:
+                if start:
+                    self.ledger.end_turn(start)
+        except BaseException as error:
+            self._break(error)  # raised where the scheduler is left
+            if isinstance(error, (KeyboardInterrupt, SystemExit)):  # and these end the program now
+                raise
+
+    def _take_news(self) -> None:
+        if self.driver.lost is not None and self.lost is None:
+            self.lost = self.driver.lost
+            self._give_up(self.lost)
+        if self.failing and self.stuck is not None:
+            self.fail_some(self.stuck)
+        more = bool(self._inbox or self._orders) and not self.take_inbox(_PER_TURN)
+        pieces = 0
+        while self._arrivals and pieces < _PER_TURN:
+            flight = self._arrivals.popleft()
+            self._absorb(flight)
+            pieces += len(flight.batch.pieces)
+        if self.machine.waiting() and self.stuck is None:
+            self.handle(_FLUSH)
+            more = more or (self.machine.waiting() and self.machine.flushable())
+        if self.vacancies:
+            more = self.vacancies.wake(_PER_TURN) or more
+        if more or self._arrivals:
+            self.ask_here()
+        if self.parking.parked:
+            self.parking.wake()
 
     def take_inbox(self, most: int | None = None) -> bool:
         """Do what was posted, or the first so many; return whether nothing of it is left.
@@ -365,6 +373,7 @@ class Shell:
         return not (self._inbox or self._orders)
 
     def _do(self, act: Callable[[], None]) -> None:
+        """Do something that no caller waits for."""
         try:
             act()
         except BaseException as error:

@@ -32,7 +32,10 @@ class Timer:
     """Calls back on the loop's thread when the driver's clock passes a time."""
 
     _driver: Driver
-    _home: LoopHandle
+    _loop: LoopHandle
+    _do: Callable[[Callable[[], None]], None]
+    """How to call back: nobody else would hear of what is raised."""
+
     _heap: list[Alarm] = attrs.field(factory=list)
     _cancelled: int = 0
     _count: itertools.count[int] = attrs.field(factory=itertools.count)
@@ -73,8 +76,10 @@ class Timer:
             self._alarm = None
         if self._heap:
             self._set_for = self._heap[0].when
-            set_alarm = self._driver.alarm or self._home.alarm
-            self._alarm = set_alarm(self._set_for - self._driver.now(), self._ring)
+            set_alarm = self._driver.alarm or self._loop.alarm
+            self._alarm = set_alarm(
+                self._set_for - self._driver.now(), lambda: self._do(self._ring)
+            )
 
     def _ring(self) -> None:
         self._alarm = None
