@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from offload import registry
 from offload.arguments import expect, refusal
@@ -18,6 +18,9 @@ from offload.route import Router
 from offload.scheduler import Scheduler
 from offload.shell import Shell
 from offload.trace import Tracer
+
+if TYPE_CHECKING:
+    import torch
 
 _CALL = "open_scheduler"
 
@@ -120,6 +123,7 @@ def _driver(
     if driver is None:
         driver = "cuda" if device.type == "cuda" else "threads"
     if not isinstance(driver, str):
+        _check_its_device(driver, device)
         return driver
     if driver == "threads":
         from offload.driver.threads import ThreadsDriver
@@ -137,6 +141,21 @@ def _driver(
             value=made,
         )
     return cast("Driver", made)
+
+
+def _check_its_device(driver: Driver, device: torch.device) -> None:
+    """Refuse a driver of one GPU for pools of another: compute there would not be waited for.
+
+    Raises:
+        RequestError: The pools are on a GPU, and the driver is of another.
+    """
+    its = getattr(driver, "device", device) if driver.name == "cuda" else device
+    if device.type == "cuda" and its != device:
+        raise RequestError(
+            f"the pools are on {device}, and the streams of {driver!r} are on {its}. Make the driver with "
+            f"device={str(device)!r}, or pass none.",
+            value=driver,
+        )
 
 
 def _cuda(group: PoolGroup, compute_streams: Sequence[object]) -> Driver:

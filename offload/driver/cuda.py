@@ -24,7 +24,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -84,6 +84,11 @@ class CudaDriver:
         return f"<CudaDriver {self._hub.device}: {', '.join(self._streams) or 'no streams'}{state}>"
 
     @property
+    def device(self) -> torch.device:
+        """That of the pools."""
+        return torch.device("cuda", self._hub.device)
+
+    @property
     def lost(self) -> BaseException | None:
         """The error that ended the CUDA context; None while there is none."""
         return self._hub.lost
@@ -131,23 +136,24 @@ class CudaDriver:
                 recorded, as CUDA would not wait for it and would not say so, or one inside a graph.
         """
         self._alive()
+        return foreign.events(after, self._known)
+
+    def _known(self, after: object) -> tuple[Event, ...] | None:
+        """Return events for an event or a stream of CUDA's; None for anything else."""
         calls = self._hub.calls
-        # 1 a CUDA event of the caller's, 2 a CUDA stream: its point now, 3 several, 4 anything else.
-        event = calls.as_event(after)
-        if event is not None:
-            if not calls.is_recorded(event):
-                raise RequestError(
-                    "after= is an event that was never recorded, so nothing would wait for it. "
-                    "Record it first, or pass () to wait for nothing.",
-                    value=after,
-                )
-            return self._marks.of_event(event)
         stream = calls.as_stream(after)
         if stream is not None:
             return (self.mark(stream),)
-        if isinstance(after, Iterable) and not isinstance(after, str | bytes):
-            return tuple(event for one in after for event in self.events(one))
-        return foreign.events(after)
+        event = calls.as_event(after)
+        if event is None:
+            return None
+        if not calls.is_recorded(event):
+            raise RequestError(
+                "after= is an event that was never recorded, so nothing would wait for it. "
+                "Record it first, or pass () to wait for nothing.",
+                value=after,
+            )
+        return self._marks.of_event(event)
 
     def _raw(self, stream: object) -> RawStream:
         if isinstance(stream, CudaStream | ComputeStream):

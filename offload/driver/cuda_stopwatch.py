@@ -22,6 +22,10 @@ CLOCKS = 8
 """Compute streams whose clock is kept; of one that comes back later, times may overlap by microseconds."""
 
 
+CLOCKS = 16
+"""Compute streams whose clocks are kept: streams come and go, and a new clock costs an anchor."""
+
+
 @attrs.frozen(eq=False)
 class _Point:
     """A timing event on a compute stream."""
@@ -73,6 +77,8 @@ class CudaStopwatch:
         with self._lock:
             found = self._stamps.get(waiter)
             if found is None:
+                if len(self._stamps) == CLOCKS:
+                    del self._stamps[next(iter(self._stamps))]
                 found = self._stamps[waiter] = Stamps(self._hub, raw, waiter)
             if len(self._stamps) > CLOCKS:
                 self._stamps.pop(next(iter(self._stamps)))

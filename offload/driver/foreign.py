@@ -109,15 +109,23 @@ def _for_tasks(thing: object) -> bool:
     return any(inspect.iscoroutinefunction(method) for method in methods)
 
 
-def events(after: object) -> tuple[Event, ...]:
+def events(
+    after: object, known: Callable[[object], tuple[Event, ...] | None] = lambda _: None
+) -> tuple[Event, ...]:
     """Return the events that `after` stands for, sequences flattened.
+
+    Args:
+        known: Returns the events for what is the driver's own kind, and None for anything else.
 
     Raises:
         RequestError: It is no event, no stream, and no sequence of them; or one of a device that is not the
             driver's.
     """
     if type(after) is tuple:  # the common case, `()`
-        return tuple(event for one in after for event in events(one))
+        return tuple(event for one in after for event in events(one, known))
+    found = known(after)
+    if found is not None:
+        return found
     if _for_tasks(after):
         raise RequestError(
             f"after={after!r} is for tasks, and a request is none: nothing awaits it here. Await it first, or "
@@ -141,7 +149,7 @@ def events(after: object) -> tuple[Event, ...]:
         return (foreign,)
     several = _several(after)
     if several is not None:
-        return tuple(event for one in several for event in events(one))
+        return tuple(event for one in several for event in events(one, known))
     raise RequestError(
         f"after={after!r} is neither an event nor a stream. Pass an object with query() or is_set() "
         "and wait(timeout), a stream of the driver, a sequence of them, () for nothing, or 'compute'.",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
@@ -231,6 +233,13 @@ def test_streams_and_events_of_another_device_are_refused(name: str, wrong: str)
                 driver.events(after)
     finally:
         driver.close()
+
+
+@pytest.mark.parametrize("wrong", [np.array(3), asyncio.Event(), "now", 3, [3], None])
+def test_what_is_no_event_is_refused_in_words(wrong: object) -> None:
+    """Whatever it says of itself: an array of no dimension is a sequence by its type, and has no elements."""
+    with world() as (_, driver), pytest.raises(RequestError, match="after="):
+        driver.events(wrong)
 
 
 def test_what_follows_an_event_lands_after_it() -> None:

@@ -96,6 +96,7 @@ def test_a_scheduler_works_beside_a_capture() -> None:
             for transfer in (load, streamed):
                 transfer.result(PATIENCE)
     fake.check()
+    assert not [call for call in fake.calls if call.thread == "offload-loop"]
 
 
 def test_a_flight_lands_beside_a_capture() -> None:

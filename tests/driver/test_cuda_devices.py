@@ -180,6 +180,14 @@ def test_a_scheduler_whose_thread_chose_nothing_makes_no_context_elsewhere() -> 
         assert fake.contexts == {THERE}
 
 
+def test_a_driver_of_another_gpu_is_refused_when_a_scheduler_opens() -> None:
+    """Its streams, and the compute that it would wait for, are not where the pools are."""
+    device, host = pools()
+    device.device = torch.device("cuda:1")
+    with pytest.raises(RequestError, match=r"on cuda:1, and .* on cuda:0"):
+        start_scheduler(device, host, driver=CudaDriver(0, calls=FakeCuda()))
+
+
 def test_members_on_two_devices_are_refused_when_a_scheduler_opens() -> None:
     """One driver has the streams of one device: said before anything is queued."""
     spec = PoolSpec.rows(num_layers=1, page_size=1, row_bytes=64)
