@@ -14,6 +14,8 @@ from anyio.lowlevel import checkpoint
 import offload
 from offload.core.batch import Batch
 from offload.core.budget import Budget
+from offload.core.chains import Chains
+from offload.core.in_flight import InFlight
 from offload.core.machine import Machine
 from offload.loop import LoopHandle
 from offload.shell import Shell
@@ -254,8 +256,8 @@ def test_a_signal_that_interrupts_the_start_leaves_nothing_running() -> None:
         ("submit", Machine, "_follow"),
         ("submit", Machine, "_advance"),
         ("cancel", Budget, "dequeue"),
-        ("cancel", Machine, "_move"),
-        ("cancel", Machine, "_leave"),
+        ("cancel", InFlight, "drop"),
+        ("cancel", Chains, "retire"),
         ("cancel", LoopHandle, "post"),
     ],
 )
