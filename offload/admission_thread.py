@@ -24,20 +24,21 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _INSTANT = 0.05
-"""Seconds that a timeout of 0 gives the loop to say whether there is room: it bounds the wait for room."""
+"""Seconds that a timeout of 0 gives the loop to say whether there is room."""
 
 
 def submit(shell: Shell, entry: Entry, timeout: float | None) -> Transfer:
     """Admit a request; block this thread while there is no room.
 
     Raises:
-        TimeoutError: No room within `timeout` seconds, or before the deadline: nothing was submitted.
+        TimeoutError: No room within `timeout` seconds, or before the deadline; or the loop has not looked by
+            then, and the text says which. Nothing was submitted.
         SchedulerClosedError: It is closed, or its loop has ended.
     """
-    shell.check_may_block("submit")
+    shell.check_may_block("submit", _instead(entry))
     shell.refuse_closed()
     check_timeout(timeout)
-    entrant = _Entrant(shell, entry)
+    entrant = _Entrant(shell, entry, timeout)
     patience = timeout or (None if timeout is None else _INSTANT)
     try:
         if not shell.post(entrant.start):
@@ -48,13 +49,20 @@ def submit(shell: Shell, entry: Entry, timeout: float | None) -> Transfer:
             entrant.future.add_done_callback(_undo)
         raise
     if not answered and entrant.give_up():
-        raise TimeoutError(f"no room within {timeout} s; nothing was submitted")
+        raise entrant.too_late()
     return entrant.future.result()
 
 
 def submit_nowait(shell: Shell, entry: Entry) -> Transfer:
     """Admit a request, or raise `anyio.WouldBlock` where it would have to wait for room."""
+    shell.check_may_block("submit", _instead(entry))
     return call(shell, lambda: admission.submit_nowait(shell, entry), _undo)
+
+
+def _instead(entry: Entry) -> str:
+    """Return what to call on the loop's own thread."""
+    submit = f"scheduler.{entry.direction}"
+    return f"Call `await {submit}(...)` or `{submit}_nowait(...)`, or submit in a worker thread."
 
 
 def call(shell: Shell, act: Callable[[], T], undo: Callable[[Future[T]], None] | None = None) -> T:
@@ -66,7 +74,7 @@ def call(shell: Shell, act: Callable[[], T], undo: Callable[[Future[T]], None] |
     Raises:
         SchedulerClosedError: The loop has ended.
     """
-    shell.check_may_block("call the scheduler")
+    shell.check_may_block("call `from_thread`", "Call the scheduler itself.")
     future: Future[T] = Future()
 
     def run() -> None:
@@ -115,6 +123,12 @@ class _Entrant:
 
     shell: Shell
     entry: Entry
+    timeout: float | None
+    """Seconds that its thread waits for room; None is without end."""
+
+    looked: bool = False
+    """Whether the loop has looked for room."""
+
     future: Future[Transfer] = attrs.field(factory=Future)
     place: Place | None = None
     alarm: Alarm | None = None
@@ -126,6 +140,10 @@ class _Entrant:
             shell.refuse_closed()
             if shell.parking.open_for(wanted.priority, wanted.request.nbytes):
                 self._admit()
+                return
+            self.looked = True
+            if self.timeout == 0:
+                self._fail(self.too_late())
                 return
             if wanted.hold is not None:
                 actions.let_go(shell, wanted.hold.pieces)
@@ -167,6 +185,15 @@ class _Entrant:
     def _fail(self, error: BaseException) -> None:
         if self.future.set_running_or_notify_cancel():
             self.future.set_exception(error)
+
+    def too_late(self) -> TimeoutError:
+        """Return what its thread is told when it has waited for so long."""
+        why = (
+            "no room"
+            if self.looked
+            else "the scheduler's loop was busy and has not looked for room"
+        )
+        return TimeoutError(f"{why} within {self.timeout} s; nothing was submitted")
 
     def give_up(self) -> bool:
         """Withdraw after a timeout; return False when it was too late and the transfer exists."""
