@@ -60,6 +60,8 @@ _FLUSH = Flush()
 _PER_TURN = 1024
 """Requests of flights with news that one turn takes note of, and no flight more: settling so many takes 10 ms."""
 
+_AWAIT = "Await instead (issued, layer, or the transfer itself), or wait in a worker thread."
+
 Places: TypeAlias = Sequence[tuple[HazardTable, Pages]]
 """Pages of several pools, with the tables that know who uses them."""
 
@@ -233,13 +235,12 @@ class Shell:
             return SchedulerClosedError(asked, gone=gone, remedy="Open another.")
         return SchedulerClosedError(asked)
 
-    def check_may_block(self, what: str) -> None:
+    def check_may_block(self, what: str, instead: str = _AWAIT) -> None:
         """Raise if blocking this thread would stop the loop that has to end the wait."""
         self.loop.check_process(what)
         if self.loop.here and not self.dead:
             raise RequestError(
-                f"this is the scheduler's own loop thread, and to {what} here would stop the loop. "
-                "Await instead (issued, layer, or the transfer itself), or wait in a worker thread."
+                f"this is the scheduler's own loop thread, and to {what} here would stop the loop. {instead}"
             )
 
     def now(self) -> float:

@@ -160,7 +160,7 @@ class ThreadFace:
             RequestError: A request uses them that is kept back by the `hold` this wait is in.
         """
         shell = self._shell
-        shell.check_may_block("wait for idle pages")
+        shell.check_may_block("wait for idle pages", "Call `await scheduler.idle(...)`.")
         check_timeout(timeout)
         places = shell.places(device_pages, host_pages, members)
         block_until_idle(shell, places, timeout)
