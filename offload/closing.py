@@ -49,7 +49,10 @@ class Closing:
         if shell.loop.forked:
             shell.closing = True  # its threads and copies are the parent's
             return
-        shell.loop.check_process("close")
+        if shell.loop.closed:
+            await self._bury()
+            return
+        shell.loop.check("aclose", remedy="Close it there.")
         cancelled: BaseException | None = None
         if drain and not self._hurried:
             cancelled = await _cancellation(self._drain(deadline))
@@ -63,6 +66,16 @@ class Closing:
                 cancelled = cancelled or ended
         if cancelled is not None:
             raise cancelled
+
+    async def _bury(self) -> None:
+        """Close after the loop's end, on whatever loop: nothing is decided any more, and what is in the air lands."""
+        shell = self._shell
+        if not self._over:
+            self._over = True
+            shell.stop_intake()
+            shell.ownership.release_after_loop()
+            await shell.driver.quiesce()
+            shell.close()
 
     def hurry(self) -> None:
         """Let no drain wait any longer for what is only queued."""

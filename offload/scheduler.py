@@ -224,6 +224,8 @@ class Scheduler:
         Requests that follow others on the same pages are no part of it: they go when those have landed. On
         a loop the thread is that of all tasks: what others submit while the block awaits is kept back too.
         """
+        if self._shell.loop.alive:
+            self._shell.loop.check("hold")
         return actions.hold(self._shell)
 
     # Questions ---------------------------------------------------------------------------------------
@@ -255,7 +257,8 @@ class Scheduler:
             device_pages, host_pages: Pages of the anchor's pools, and so of all members that follow it.
             members: Pages of the group's members that have their own; either side may be empty.
         """
-        if not self._shell.loop.forked:
+        if self._shell.loop.alive:  # else nothing is decided any more, or yet
+            self._shell.loop.check("busy")
             self._shell.take_inbox(POSTS)
         return self._shell.busy(self._shell.places(device_pages, host_pages, members))
 

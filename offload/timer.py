@@ -18,6 +18,10 @@ _PER_RING = 512
 """Calls made in one turn of the loop, when many have the same time: about 5 ms."""
 
 
+def _not_at_all(_: Callable[[], None]) -> None:
+    """Call nobody back any more."""
+
+
 @attrs.define(order=True)
 class Alarm:
     """One call to come. Cancelled, it is only a number in the heap."""
@@ -64,7 +68,8 @@ class Timer:
             self._cancelled = 0
 
     def close(self) -> None:
-        """Forget everything."""
+        """Forget everything, who is called back first of all: he knows us."""
+        self._do = _not_at_all
         self._heap.clear()
         if self._alarm is not None:
             self._alarm()
