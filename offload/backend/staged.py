@@ -25,7 +25,8 @@ import torch
 from offload.backend.base import PoolCopy
 from offload.backend.direct import DirectCopy
 from offload.backend.kernel import KernelBackend, KernelCopy, rows_of
-from offload.backend.memcpy_batch import MemcpyBatchCopy
+from offload.backend.kernel_rows import Rows
+from offload.backend.memcpy_batch import MemcpyBatchCopy, Shifts
 from offload.core.geometry import WORD, ComponentGeometry
 from offload.core.kinds import Direction
 from offload.core.plan import Runs, coalesce
@@ -85,6 +86,56 @@ def _packed(host: ComponentGeometry, offset: int) -> ComponentGeometry:
     )
 
 
+@attrs.frozen(eq=False)
+class _Way:
+    """What every turn between two pools has in common: found once, and kept between batches."""
+
+    both: PoolCopy
+    """The pair; its runs are of no matter."""
+    staging: Staging
+    load: bool
+    room: int
+    """Pages of a turn."""
+    rows: tuple[Rows, ...]
+    """Of the kernel, between the device pool and staging."""
+    shifts: Shifts
+    """Of the copies, between the host pool and staging."""
+
+    @classmethod
+    def between(cls, both: PoolCopy, memory: torch.Tensor, room: int, *, load: bool) -> _Way:
+        """Return it for one pair and direction, over staging memory for so many pages."""
+        theirs = tuple(pair[0 if load else 1] for pair in both.pairs)
+        staging = Staging.like(memory, theirs, room)
+        first, second = (cls._half(both, staging, half, both.runs) for half in (0, 1))
+        return cls(both, staging, load, room, rows_of(second if load else first), {})
+
+    @staticmethod
+    def _half(both: PoolCopy, staging: Staging, half: int, runs: Runs) -> PoolCopy:
+        """Return the copy into the staging memory (0), or out of it (1)."""
+        pool, nbytes = cast("Pool", staging), runs.num_pages * _nbytes(staging)
+        middle = zip(both.pairs, staging.parts, strict=True)
+        if half == 0:
+            pairs = tuple((ours, part) for (ours, _), part in middle)
+            return PoolCopy(both.source, pool, pairs, runs, nbytes)
+        pairs = tuple((part, theirs) for (_, theirs), part in middle)
+        return PoolCopy(pool, both.destination, pairs, runs, nbytes)
+
+    def turns(self, runs: Runs) -> Iterator[tuple[DirectCopy, DirectCopy]]:
+        """Yield the two copies of each turn, in the order in which they are enqueued."""
+        source, destination = runs.pages
+        host = source if self.load else destination
+        order = np.argsort(host, kind="stable")  # host neighbours together
+        for start in range(0, len(order), self.room):
+            turn = order[start : start + self.room]
+            slots = np.arange(len(turn))
+            first = self._half(self.both, self.staging, 0, coalesce(source[turn], slots))
+            second = self._half(self.both, self.staging, 1, coalesce(slots, destination[turn]))
+            if self.load:
+                yield MemcpyBatchCopy(first, self.shifts), KernelCopy.of(second, self.rows)
+            else:
+                yield KernelCopy.of(first, self.rows), MemcpyBatchCopy(second, self.shifts)
+
+
 class StagedBackend:
     """Relayout on the device, and the host pages' runs over the link."""
 
@@ -92,6 +143,7 @@ class StagedBackend:
 
     def __init__(self) -> None:
         self._memory: dict[Direction, torch.Tensor] = {}
+        self._ways: dict[tuple[Pool, Pool], _Way] = {}
         self._kernels = KernelBackend()
 
     def prepare(
@@ -99,19 +151,25 @@ class StagedBackend:
     ) -> StagedCopy:
         """Split the pages into turns, and prepare both copies of each."""
         both = PoolCopy.of(device, host, direction, runs)
-        pages = min(_room(device), runs.num_pages)
-        memory = self._block(both, direction, pages)
-        turns = tuple(_turns(both, direction, memory, pages)) if pages else ()
-        return StagedCopy(both, turns)
+        if not runs.num_pages:
+            return StagedCopy(both, ())
+        return StagedCopy(both, tuple(self._way(both, direction, _room(device)).turns(runs)))
 
     def warm_up(self, device: DevicePool, host: HostPool, direction: Direction) -> None:
         """Take the staging memory, and launch every variant of the kernel for no pages."""
         page = np.zeros(1, np.int64)
-        one = coalesce(page, page)
-        self._block(PoolCopy.of(device, host, direction, one), direction, _room(device))
-        staged = self.prepare(device, host, direction, one)
+        staged = self.prepare(device, host, direction, coalesce(page, page))
         for kernel in staged.kernels:
             self._kernels.warm_up_copy(kernel, layers_at_once=False)
+
+    def _way(self, both: PoolCopy, direction: Direction, room: int) -> _Way:
+        memory = self._block(both, direction, room)
+        key = both.source, both.destination
+        found = self._ways.get(key)
+        if found is None or found.staging.memory is not memory:
+            load = direction is Direction.LOAD
+            found = self._ways[key] = _Way.between(both, memory, room, load=load)
+        return found
 
     def _block(self, both: PoolCopy, direction: Direction, pages: int) -> torch.Tensor:
         """Return this direction's memory. Both directions have their own stream, so nothing is shared."""
@@ -131,43 +189,6 @@ def _room(device: DevicePool) -> int:
 
 def _whole_words(nbytes: int) -> int:
     return -(-nbytes // WORD) * WORD
-
-
-def _turns(
-    both: PoolCopy, direction: Direction, memory: torch.Tensor, pages: int
-) -> Iterator[tuple[DirectCopy, DirectCopy]]:
-    """Yield the two copies of each turn, in the order in which they are enqueued."""
-    load = direction is Direction.LOAD
-    theirs = tuple(pair[0 if load else 1] for pair in both.pairs)
-    staging = Staging.like(memory, theirs, pages)
-    source, destination = both.pages
-    order = np.argsort(source if load else destination, kind="stable")  # host neighbours together
-    for start in range(0, len(order), pages):
-        turn = order[start : start + pages]
-        slots = np.arange(len(turn))
-        into = coalesce(source[turn], slots)
-        out = coalesce(slots, destination[turn])
-        pool = cast("Pool", staging)
-        first = PoolCopy(
-            both.source, pool, _pairs(both, staging, 0), into, len(turn) * _nbytes(staging)
-        )
-        second = PoolCopy(
-            pool, both.destination, _pairs(both, staging, 1), out, len(turn) * _nbytes(staging)
-        )
-        if load:
-            yield MemcpyBatchCopy(first), KernelCopy.of(second, rows_of(second))
-        else:
-            yield KernelCopy.of(first, rows_of(first)), MemcpyBatchCopy(second)
-
-
-def _pairs(
-    both: PoolCopy, staging: Staging, half: int
-) -> tuple[tuple[ComponentGeometry, ComponentGeometry], ...]:
-    """Return (source, destination) into the staging memory (0), or out of it (1)."""
-    return tuple(
-        (ours, middle) if half == 0 else (middle, theirs)
-        for (ours, theirs), middle in zip(both.pairs, staging.parts, strict=True)
-    )
 
 
 def _nbytes(staging: Staging) -> int:

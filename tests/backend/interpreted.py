@@ -92,6 +92,24 @@ def test_staging_makes_one_copy_of_host_neighbours() -> None:
 
 
 @pytest.mark.parametrize("direction", Direction)
+def test_what_staging_turns_have_in_common_is_found_once(
+    direction: Direction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Turns and batches of a pair share the kernel's rows, until staging memory grows for another pair."""
+    monkeypatch.setattr(staged, "STAGING_BYTES", 1)  # one page a turn
+    few, backend = runs_of([(0, 1), (2, 3)]), StagedBackend()
+    small, large = pools("rows", Layout.LAYER_FIRST), pools("mla", Layout.LAYER_FIRST)
+    fake = FakeCuda()
+    with on_stream(fake):
+        batches = [backend.prepare(*small, direction, few) for _ in range(2)]
+        rows = {id(kernel._rows) for batch in batches for kernel in batch.kernels}
+        backend.prepare(*large, direction, few)
+        after = {id(kernel._rows) for kernel in backend.prepare(*small, direction, few).kernels}
+    assert (len(rows), len(after), rows & after) == (1, 1, set())
+    assert len(fake.named("device_memory")) == 2
+
+
+@pytest.mark.parametrize("direction", Direction)
 def test_staging_memory_belongs_to_a_stream_that_lasts(direction: Direction) -> None:
     """It outlives the stream that uses it: taken once, and used after what had it before."""
     fake = FakeCuda()
