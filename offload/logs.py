@@ -14,7 +14,7 @@ from typing import Final
 import attrs
 
 from offload.counters import Counters
-from offload.errors import sized
+from offload.errors import counted, sized
 
 logger: Final = logging.getLogger("offload")
 
@@ -57,7 +57,7 @@ class Periodic:
     """
 
     _counters: Counters
-    _last: tuple[int, ...] = attrs.field(default=(0, 0, 0, 0, 0, 0), init=False)
+    _last: tuple[int, ...] = attrs.field(default=(0,) * 7, init=False)
 
     def log(self) -> None:
         """Log the line at INFO, unless nothing moved."""
@@ -76,8 +76,9 @@ class Periodic:
             counts.backup.busy_ns,
             counts.load.waits.total,
             counts.forward_ns,
+            counts.load.waits_fenced,
         )
-        loaded, load_ns, saved, backup_ns, stall_ns, forward_ns = (
+        loaded, load_ns, saved, backup_ns, stall_ns, forward_ns, fenced = (
             now - then for now, then in zip(current, self._last, strict=True)
         )
         self._last = current
@@ -86,6 +87,8 @@ class Periodic:
             parts.append(f"load {sized(loaded)} {sized(1e9 * loaded / max(1, load_ns))}/s")
         if saved:
             parts.append(f"backup {sized(saved)} {sized(1e9 * saved / max(1, backup_ns))}/s")
-        if forward_ns:
+        if fenced:  # the host's clock tells neither what streams waited nor how long forwards took
+            parts.append(f"{counted(fenced, 'wait')} left to compute streams")
+        elif forward_ns:
             parts.append(f"stalled {100 * stall_ns / forward_ns:.1f} %")
         return ", ".join(parts)

@@ -66,6 +66,16 @@ def test_warnings_are_rate_limited(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
+def test_periodic_line_claims_no_stall_where_streams_wait() -> None:
+    """What a compute stream waited is not on the host's clock, and a small share would be untrue."""
+    counters = Counters()
+    line = Periodic(counters)
+    counters.load.moved(0, 4_000_000, 151_000_000, 1, 1)
+    counters.load.fenced()
+    counters.forwarded(1_000_000)
+    assert line.text() == "load 151.0 MB 37.8 GB/s, 1 wait left to compute streams"
+
+
 def test_periodic_line(caplog: pytest.LogCaptureFixture) -> None:
     """The line tells what happened since the line before, and nothing when nothing did."""
     counters = Counters()

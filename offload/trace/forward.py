@@ -129,7 +129,10 @@ class ForwardTrace:
         step, first, last = self._step, self._at, self._watch.mark()
         self._at = last
         if step is None or first is None or last is None:
-            unknown()
+            if not isinstance(
+                self._watch, HostWatch
+            ):  # whose recording began in the middle of this
+                unknown()
             return
 
         def told(times: Interval) -> None:

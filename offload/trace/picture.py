@@ -145,7 +145,8 @@ class _Canvas:
         return LEFT + (min(max(ns, self._start), self._end) - self._start) * self._scale
 
     def _title(self, report: Report) -> Iterator[str]:
-        stalled = f"{report.stall_ratio:.1%} stalled"
+        measured = not report.unmeasured_waits
+        stalled = f"{report.stall_ratio:.1%} stalled" if measured else report.stalled
         rest = (
             f" of {_duration(report.forward_ns)} forward  ·  load {report.load.rate}, "
             f"{report.load.overlap:.0%} hidden behind compute  ·  backup {report.backup.rate}"

@@ -192,12 +192,14 @@ class Report:
     def headline(self) -> str:
         """Return the four numbers in one line."""
         return (
-            f"{self._stalled()} of forward · load {self.load.rate}, "
+            f"{self.stalled} of forward · load {self.load.rate}, "
             f"{self.load.overlap:.1%} hidden · backup {self.backup.rate} · "
             f"{self.coalescing:.2f}x coalesced"
         )
 
-    def _stalled(self) -> str:
+    @property
+    def stalled(self) -> str:
+        """The share of the forward that was spent waiting, as text: `stalled 15.5%`."""
         if not self.unmeasured_waits:
             return f"stalled {self.stall_ratio:.1%}"
         return f"stalled at least {self.stall_ratio:.1%}" if self.waits else "unmeasured stalls"
@@ -217,7 +219,7 @@ class Report:
         ]
         if self.await_ns:
             text.append(f"  tasks awaited layers for {self.await_ns / 1e6:.3f} ms beside that")
-        if self.unmeasured_waits and self.waits:
+        if self.unmeasured_waits and (self.waits or not self.forward_ns):
             text.append(
                 f"  not measured: {counted(self.unmeasured_waits, 'wait')} of a compute stream"
             )

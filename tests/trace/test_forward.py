@@ -101,6 +101,18 @@ def test_what_cannot_be_measured_is_counted(device: Device) -> None:
     assert "1 step" not in str(report)
 
 
+def test_a_recording_that_begins_inside_a_layer_has_no_unmeasured_waits() -> None:
+    """Where compute is the thread there is none to measure: the layer under way is left out."""
+    tracer = Tracer(active=False)
+    forward = ForwardTrace(tracer)
+    forward.arrive(0)
+    tracer.start()
+    forward.waited(5, 0)
+    forward.leave(0)
+    forward.close()
+    assert (tracer.report().unmeasured_waits, len(tracer.timeline().layers)) == (0, 1)
+
+
 def test_a_report_with_waits_that_nobody_measured_says_so() -> None:
     """Never a stall of 0.000 ms, nor one that is too short without a word; the file says the same."""
     tracer = Tracer()
