@@ -119,6 +119,7 @@ class PaperDriver:
     name = "paper"
     fences = False
     lost = None
+    closed = False
     alarm = None
 
     def __init__(self, stream: Callable[[str], PaperStream] = PaperStream) -> None:

@@ -47,7 +47,8 @@ def open_scheduler(
             the documented order; any other name is never replaced.
         limits: Back-pressure. None: unbounded.
         tracer: Records what happens. None: off.
-        driver: `"cuda"`, `"threads"`, a registered name, or a driver; None picks by the device pool.
+        driver: `"cuda"`, `"threads"`, a registered name, or a driver; None picks by the device pool. A driver
+            is the scheduler's from then on: it is closed when that is left.
         compute_streams: Streams that every submit is ordered after, besides the submitting thread's own
             (cuda).
 

@@ -136,10 +136,16 @@ class Shell:
         """Settle on the loop that runs now.
 
         Raises:
-            RequestError: A pool or the tracer belongs to a scheduler that is open; or this was opened before.
+            RequestError: A pool or the tracer belongs to a scheduler that is open; or this was opened before, or
+                its driver was closed.
         """
         if not isinstance(self.loop, NoLoop):
             raise RequestError("a scheduler can be entered once. Call open_scheduler again.")
+        if self.driver.closed:
+            raise RequestError(
+                f"{self.driver!r} is closed. A driver given as driver= is the scheduler's, which closes it "
+                "when it is left: make one for each scheduler."
+            )
         loop = LoopHandle()
         if self.tracer is not None:
             self.tracer.take(lambda: loop.closed)

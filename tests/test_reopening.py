@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 import offload
-from offload.testing import SimDriver
-from tests.sched import contents, on_both, pools, sim_scheduler
+from offload.driver.base import Driver
+from offload.testing import SimDriver, ThreadsDriver
+from tests.sched import check_left, contents, on_both, on_loops, pools, sim_scheduler
 
 
 @pytest.mark.parametrize("first", ["load", "backup"])
@@ -29,6 +30,39 @@ async def test_a_second_scheduler_keeps_the_order_of_page_users(first: str) -> N
             await sim.run_until_idle()
             assert contents(bed.device, [1]) == (old if first == "load" else new)
             assert contents(bed.host, [5]) == new
+
+
+@pytest.mark.parametrize("blocking", [False, True])
+@on_loops("asyncio", "trio", "uvloop")
+async def test_a_driver_that_a_scheduler_has_closed_is_refused(blocking: bool) -> None:
+    """A driver object goes with its scheduler: the next one that is given it says so, and takes no pools."""
+    driver = ThreadsDriver()
+    device, host = pools()
+    async with offload.open_scheduler(device, host, driver=driver) as scheduler:
+        await (await scheduler.load(host_pages=[0], device_pages=[0]))
+    assert driver.closed
+
+    async def again() -> None:
+        if blocking:
+            offload.start_scheduler(device, host, driver=driver)
+        else:
+            await offload.open_scheduler(device, host, driver=driver).__aenter__()
+
+    with pytest.raises(offload.RequestError, match=r"driver= is the scheduler's"):
+        await again()
+    check_left(scheduler, device, host)
+
+
+@on_both
+async def test_the_simulator_s_clock_goes_on_under_another_scheduler() -> None:
+    """The simulator has nothing to close: the next scheduler may be given the same."""
+    device, host = pools()
+    sim: Driver = SimDriver()
+    for _ in range(2):
+        async with offload.open_scheduler(device, host, driver=sim) as scheduler:
+            await scheduler.load(host_pages=[0], device_pages=[0])
+            await scheduler.aclose(drain=True)
+        check_left(scheduler, device, host)
 
 
 @on_both

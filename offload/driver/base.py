@@ -198,3 +198,7 @@ class Driver(Protocol):
 
     def close(self) -> None:
         """End all threads. Called when no flight is in the air; any number of times."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether that has been done, and it carries nothing any more."""

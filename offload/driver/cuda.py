@@ -198,6 +198,11 @@ class CudaDriver:
         _join(self._streams, self._marks, None)
         self._hub.close(*(stream.raw for stream in self._streams.values()), *self._marks.streams())
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed
+
 
 def _key(stream: RawStream) -> tuple[int, int]:
     """Return what tells streams apart: each device has a default stream, and all have the same handle."""

@@ -57,6 +57,8 @@ class SimDriver:
     name = "sim"
     fences = True
     lost = None
+    closed = False
+    """Never: there are no threads, and its clock may go on under another scheduler."""
 
     def __init__(
         self,

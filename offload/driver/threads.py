@@ -161,6 +161,11 @@ class ThreadsDriver:
             stream.join()
         self._end.detach()
 
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closed.is_set()
+
 
 def _end(streams: dict[str, ThreadStream], lock: threading.Lock, closed: threading.Event) -> None:
     """Stop workers that nobody closed, with patience that ends; none starts any more."""
