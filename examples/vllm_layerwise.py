@@ -1,17 +1,20 @@
 """vLLM brings a prompt's prefix back from host memory layer by layer, under the forward that needs it.
 
-Needs vLLM: `make vllm` sets up .venv-vllm, on a CPU. A tiny random Llama stands for the model.
+A tiny random Llama stands for the model.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 import time
+from importlib.util import find_spec
 
+if not find_spec("vllm"):
+    sys.exit("There is no vLLM here: run `make vllm` first, then this with .venv-vllm/bin/python.")
 os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_CPU_KVCACHE_SPACE": "1"}
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine in this process, and ended by it
-
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from vllm import LLM, SamplingParams
@@ -19,12 +22,9 @@ from vllm.config import KVTransferConfig
 
 TRACE = "vllm.trace.json.gz"  # opens in https://ui.perfetto.dev
 CONNECTOR = KVTransferConfig(
-    kv_connector="OffloadConnector",
-    kv_connector_module_path="offload.integrations.vllm",
-    kv_role="kv_both",
-    kv_load_failure_policy="recompute",
-    kv_connector_extra_config={"host_gib": 0.25, "trace": TRACE},
-)
+    kv_connector="OffloadConnector", kv_connector_module_path="offload.integrations.vllm", kv_role="kv_both",
+    kv_load_failure_policy="recompute", kv_connector_extra_config={"host_gib": 0.25, "trace": TRACE},
+)  # fmt: skip
 
 
 def save_model(folder: str) -> None:

@@ -15,6 +15,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
+from offload import __version__
+
 if TYPE_CHECKING:
     Subparsers: TypeAlias = argparse._SubParsersAction[argparse.ArgumentParser]
 else:
@@ -129,6 +131,7 @@ def _parser(command: str) -> argparse.ArgumentParser:
     if command and command not in COMMANDS:
         raise UnknownNameError("command", command, COMMANDS)
     parser = _Parser(prog=PROG, description="Moves KV-cache pages between device and host memory.")
+    parser.add_argument("--version", action="version", version=f"{PROG} {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, (module, line) in COMMANDS.items():
         if name == command:

@@ -26,9 +26,12 @@ class OutOfPagesError(OffloadError):
         self.contiguous = contiguous
         self.pool = pool
         """The member of a group that it is about, when there are several."""
-        asked = f"{needed} contiguous pages" if contiguous else f"{needed} pages"
+        asked = counted(needed, "contiguous page" if contiguous else "page")
         where = f" of pool {pool!r}" if pool else ""
-        text = f"{asked}{where} are needed, {free} are free and {locked} are locked. "
+        text = (
+            f"{asked}{where} {_are(needed)} needed, {free} {_are(free)} free and "
+            f"{locked} {_are(locked)} locked. "
+        )
         # 1 waiting helps, 2 pages are there but scattered, 3 only freeing helps.
         if not contiguous and locked and free + locked >= needed:
             text += (
@@ -39,6 +42,10 @@ class OutOfPagesError(OffloadError):
         else:
             text += "Free pages that are no longer used, or make the pool larger."
         super().__init__(text)
+
+
+def _are(number: int) -> str:
+    return "is" if number == 1 else "are"
 
 
 class OutOfMemoryError(MemoryError, OffloadError):
@@ -73,7 +80,13 @@ class SchedulerClosedError(OffloadError):
 
 
 class TransferFailed(OffloadError):
-    """It broke; the cause is `__cause__`."""
+    """It broke; the cause is `__cause__`.
+
+    Attributes:
+        transfer: Which one, as its repr names it: `load 12`.
+        layer: The layer whose copy raised, where that is known; else None.
+        leaves: What it leaves in its pages, as a sentence; empty where that is not known.
+    """
 
     def __init__(
         self,
@@ -84,11 +97,8 @@ class TransferFailed(OffloadError):
         leaves: str = "",
     ) -> None:
         self.transfer = transfer
-        """Which one, as its repr names it: `load 12`."""
         self.layer = layer
-        """The layer whose copy raised, where that is known."""
         self.leaves = leaves
-        """What it leaves in its pages, as a sentence; empty where that is not known."""
         super().__init__(f"{transfer} {self._ended(cause)}.{' ' if leaves else ''}{leaves}")
         self.__cause__ = cause
 
@@ -105,7 +115,10 @@ class TransferFailed(OffloadError):
 
 
 class TransferCancelled(TransferFailed):
-    """It was cancelled: by `Transfer.cancel`, or because its scheduler closed before it was issued."""
+    """It was cancelled: by `Transfer.cancel`, or because its scheduler closed before it was issued.
+
+    Its attributes are those of `TransferFailed`; `layer` is None.
+    """
 
     def _ended(self, cause: BaseException | None) -> str:
         return "was cancelled"

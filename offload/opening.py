@@ -37,6 +37,7 @@ def open_scheduler(
 ) -> Scheduler:
     """Return a scheduler to be entered with `async with`.
 
+    Entering it takes the pools, and raises `RequestError` where one of them belongs to another open scheduler.
     Leaving the block cancels what is still queued and waits for what moves: await what must be done, or
     close with `aclose(drain=True)`.
 
@@ -56,8 +57,7 @@ def open_scheduler(
         GeometryError: The pools do not fit each other.
         UnsupportedPairError: `io_backend` can copy these pools in neither direction.
         UnknownNameError: No such io backend or driver.
-        RequestError: A pool belongs to a scheduler that is open, or the members of a group are on several
-            devices.
+        RequestError: An argument is of the wrong type, or the members of a group are on several devices.
     """
     _check_arguments(limits=limits, tracer=tracer, driver=driver, compute_streams=compute_streams)
     group = _group(device, host)

@@ -8,7 +8,7 @@ import torch
 
 from offload.core.axes import Axes, packed_strides, read_strides, shape_of
 from offload.core.geometry import Array, Component, ComponentGeometry, Geometry
-from offload.core.kinds import Layout
+from offload.core.kinds import Layout, PoolKind
 from offload.core.layout import DEVICE_AXES, HOST_AXES, read_array, sizes_of
 from offload.errors import GeometryError
 from offload.pool_apart import check_apart
@@ -132,8 +132,9 @@ def _assigned(
     split: dict[str, tuple[Component, ...]] = {
         piece.name: (piece,) for part in spec.parts for piece in part.split()
     }
+    remedy = ""
+    same = len(spec.parts) == 2 and spec.parts[0].dim == spec.parts[1].dim
     if "2" in axes.order:
-        same = len(spec.parts) == 2 and spec.parts[0].dim == spec.parts[1].dim
         if same and len(held) == 1:
             return {next(iter(held)): spec.parts}
         expected = "one, of k and v of equal width, as axes have a '2'"
@@ -144,11 +145,17 @@ def _assigned(
     else:
         right = split if layout is Layout.PAGE_FIRST_KV_SPLIT else whole
         expected = ", ".join(sorted(right))
+        if same and spec.kind is PoolKind.MHA and len(held) == 1 and layout is None:
+            layers = "" if any(isinstance(each, list) for each in held.values()) else "l "
+            remedy = (
+                f"Or pass axes with a '2', such as '{layers}p t 2 h d', if one tensor holds both."
+            )
     got = ", ".join(sorted(held)) or "none"
     raise GeometryError(
         f"adopted tensors of a pool of kind {spec.kind.value!r}",
         expected={"components": expected},
         got={"components": got},
+        remedy=remedy,
     )
 
 

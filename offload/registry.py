@@ -57,11 +57,32 @@ def register_backend(name: str, factory: Factory, *, column: Column) -> None:
     Args:
         name: How callers name it. A name of the table's own is taken, except that a column which only
             waits for a driver (`kernel_ascend`) may be filled.
-        factory: Makes the backend.
-        column: Returns the name of its strategy for a pair, or a `Rejection`.
+        factory: `factory() -> Backend`, a class or a function. Called once by each scheduler that uses the
+            name: when it opens, or at the first request that says so. `offload.backend.base` has the protocol
+            `Backend`, what its `prepare` returns (`Prepared`), and what both may have besides; the base
+            class `PoolCopy` there has all of `Prepared` but `copy` and `num_ops`.
+        column: `column(kind, direction, host, device) -> str | Rejection`, with a `PoolKind`, a `Direction` and
+            the `Geometry` (`offload.core.geometry`) of both pools: any name for how it copies such a pair, or
+            why it does not. Asked often, also for the errors of other io backends: it must be pure.
 
     Raises:
         RequestError: The name is taken, or is none; or `factory` or `column` cannot be called.
+
+    Example:
+        >>> class Copies(PoolCopy):
+        ...     def copy(self, layer):
+        ...         for ours, theirs in self.pairs:
+        ...             to = self.destination.view(theirs.name, layer)
+        ...             to[self.pages[1]] = self.source.view(ours.name, layer)[self.pages[0]]
+        ...     def num_ops(self, layer):
+        ...         return len(self.pairs)
+        >>> class Simple:
+        ...     name = "simple"
+        ...     prepare = staticmethod(Copies.of)
+        >>> register_backend("simple", Simple, column=lambda kind, direction, host, device: "rows")
+
+    Callers name it, `io_backend="simple"`; `auto` never takes it. `examples/own_backend.py` has types, and
+    `offload.testing.Hooks` holds, delays and breaks its copies in tests.
     """
     taken = {AUTO, *IoBackend} - {IoBackend.KERNEL_ASCEND}
     for argument, value in {"factory": factory, "column": column}.items():

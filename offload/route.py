@@ -11,7 +11,8 @@ from offload.backend import make_backend, missing
 from offload.backend.base import Backend, JoinsLayers, JoinsMembers, Prepared, WarmsUp
 from offload.core.kinds import AUTO, Direction
 from offload.core.plan import Plan, Runs
-from offload.errors import UnsupportedPairError, told
+from offload.core.table import Rejection
+from offload.errors import UnsupportedPairError, shown, told
 from offload.group import Member, PoolGroup
 from offload.pool import DevicePool
 from offload.route_copies import Copies, Layers
@@ -135,7 +136,7 @@ class Router:
             try:
                 router.route(Direction.BACKUP, None)
             except UnsupportedPairError:
-                raise refused from None
+                raise refused from refused.__cause__
         return router
 
     def route(self, direction: Direction, io_backend: str | None) -> Route:
@@ -173,19 +174,32 @@ class Router:
             if name == AUTO:
                 name = table.choose(kind, direction, host, device).value
             strategy = table.resolve(kind, direction, name, host, device)
+            backend = self._backend(name)
+            if isinstance(backend, Rejection):
+                rest = table.without(name, backend)
+                refused = rest.refusal(kind, direction, name, host, device, backend.reason)
+                raise refused from backend.error
         except UnsupportedPairError as refused:
-            raise (refused if len(self.group.members) == 1 else refused.of(member.name)) from None
+            alone = len(self.group.members) == 1
+            raise (refused if alone else refused.of(member.name)) from refused.__cause__
+        return Leg(member, name, strategy, backend)
+
+    def _backend(self, name: str) -> Backend | Rejection:
+        """Return the one of this name, made once; or why it cannot be had."""
         backend = self._backends.get(name)
         if backend is None:
             try:
-                backend = self._backends[name] = make_backend(name)
+                backend = make_backend(name)
             except ImportError as error:
-                reason = f"it needs {error.name or error}, which cannot be imported"
-                raise table.refusal(kind, direction, name, host, device, reason) from error
-            except Exception as error:
-                reason = f"it could not be made ({told(error)})"
-                raise table.refusal(kind, direction, name, host, device, reason) from error
-        return Leg(member, name, strategy, backend)
+                return Rejection(f"it needs {error.name or error}, which cannot be imported", error)
+            except Exception as error:  # noqa: BLE001 - somebody else's code
+                return Rejection(f"it could not be made ({told(error)})", error)
+            if isinstance(backend, type) or not callable(getattr(backend, "prepare", None)):
+                return Rejection(
+                    f"its factory made {shown(backend)}, which has no method 'prepare'"
+                )
+            self._backends[name] = backend
+        return backend
 
 
 def _place(device: DevicePool) -> str:

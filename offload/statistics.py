@@ -9,31 +9,27 @@ from offload.counters import DirectionCounters
 
 @attrs.frozen
 class DirectionStatistics:
-    """One direction since the scheduler opened."""
+    """One direction since the scheduler opened.
+
+    Attributes:
+        submitted: Requests admitted.
+        settled: Requests settled: done, failed or cancelled.
+        cancelled: Requests that somebody cancelled.
+        failed: Requests that failed, whether or not anybody awaited them.
+        ops: Copies asked for, one per page, component and layer, before neighbours were joined.
+        transfers: Copies made.
+        nbytes: Bytes that landed, counted when they did.
+        busy_s: Seconds in which at least one copy of this direction ran.
+    """
 
     submitted: int
-    """Requests admitted."""
-
     settled: int
-    """Requests settled: done, failed or cancelled."""
-
     cancelled: int
-    """Requests that somebody cancelled."""
-
     failed: int
-    """Requests that failed, whether or not anybody awaited them."""
-
     ops: int
-    """Copies asked for, one per page, component and layer, before neighbours were joined."""
-
     transfers: int
-    """Copies made."""
-
     nbytes: int
-    """Bytes that landed, counted when they did."""
-
     busy_s: float
-    """Seconds in which at least one copy of this direction ran."""
 
     @classmethod
     def of(cls, counters: DirectionCounters) -> DirectionStatistics:
@@ -52,25 +48,25 @@ class DirectionStatistics:
 
 @attrs.frozen
 class Statistics:
-    """A scheduler at one moment."""
+    """A scheduler at one moment.
+
+    Attributes:
+        load: Loads since the scheduler opened.
+        backup: Backups since the scheduler opened.
+        queued_requests: Requests submitted and not issued.
+        queued_bytes: Their bytes: what `Limits.max_queued_bytes` bounds.
+        inflight_requests: Requests issued whose bytes have not landed or drained. A layer of a streaming
+            backup counts as one.
+        inflight_bytes: Their bytes: what `Limits.max_inflight_bytes` bounds.
+        parked: Calls of `load` and `backup` that wait for room.
+        batches: Batches issued since the scheduler opened.
+    """
 
     load: DirectionStatistics
     backup: DirectionStatistics
-
     queued_requests: int
-    """Requests submitted and not issued."""
-
     queued_bytes: int
-    """Their bytes: what `Limits.max_queued_bytes` bounds."""
-
     inflight_requests: int
-    """Requests issued whose bytes have not landed or drained. A layer of a streaming backup counts as one."""
-
     inflight_bytes: int
-    """Their bytes: what `Limits.max_inflight_bytes` bounds."""
-
     parked: int
-    """Calls of `load` and `backup` that wait for room."""
-
     batches: int
-    """Batches issued since the scheduler opened."""

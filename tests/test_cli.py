@@ -5,16 +5,28 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
 from itertools import product
 from pathlib import Path
 
 import pytest
 
+import offload
 from offload.cli import COMMANDS, main
 from offload.core.kinds import Direction, IoBackend, Layout, PoolKind
 
 GOLDEN = Path(__file__).parent / "core" / "matrix.txt"
 EXPLAIN = ["explain", "--kind", "mha", "--direction", "load"]
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    """`--version`, `offload.__version__` and the package's metadata say the same."""
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out == f"offload {offload.__version__}\n"
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text("utf-8"))
+    assert project["project"]["version"] == offload.__version__
 
 
 def test_matrix_is_the_golden_one(capsys: pytest.CaptureFixture[str]) -> None:

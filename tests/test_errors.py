@@ -135,7 +135,7 @@ GOLDEN: dict[str, tuple[OffloadError, str]] = {
     "out of pages": (
         OutOfPagesError(needed=5, free=1, locked=1),
         (
-            "5 pages are needed, 1 are free and 1 are locked. Free pages that are no longer used, or make "
+            "5 pages are needed, 1 is free and 1 is locked. Free pages that are no longer used, or make "
             "the pool larger."
         ),
     ),
@@ -144,6 +144,13 @@ GOLDEN: dict[str, tuple[OffloadError, str]] = {
         (
             "5 pages are needed, 3 are free and 2 are locked. Locked pages come back when their copies "
             "have landed: await idle(), then retry."
+        ),
+    ),
+    "a single page": (
+        OutOfPagesError(needed=1, free=0, locked=0, pool="kv"),
+        (
+            "1 page of pool 'kv' is needed, 0 are free and 0 are locked. Free pages that are no longer "
+            "used, or make the pool larger."
         ),
     ),
     "scattered pages": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,17 @@ def test_example_runs(path: Path, tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     assert run.stdout.strip()
     assert run.stderr == ""
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is here: `make vllm` runs it")
+def test_vllm_example_without_vllm() -> None:
+    """It says what to do, in one line, and exits 1."""
+    (path,) = (path for path in EXAMPLES if path.stem.startswith("vllm_"))
+    command = [sys.executable, str(path)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    assert run.returncode == 1
+    assert run.stderr.count("\n") == 1
+    assert "make vllm" in run.stderr
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

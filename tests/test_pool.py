@@ -247,6 +247,16 @@ BAD_DEVICE = {
         None,
         "components are k, expected k, v",
     ),
+    "one tensor for both, by layer": (
+        {"kv": [half(20, 2, 7, 11)] * 3},
+        None,
+        "components are kv, expected k, v. Or pass axes with a '2', such as 'p t 2 h d'",
+    ),
+    "one tensor for both and all layers": (
+        {"kv": half(3, 20, 2, 7, 11)},
+        None,
+        "such as 'l p t 2 h d'",
+    ),
     "a layer is missing": (
         {"k": [half(20, 7, 11)] * 2, "v": [half(20, 7, 11)] * 3},
         None,

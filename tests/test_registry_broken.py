@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import doctest
 import logging
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 
 import offload
 from offload import registry
+from offload.backend.base import PoolCopy
 from offload.backend.cpu import CpuBackend
 from offload.core.kinds import Direction
 from offload.core.table import Rejection
@@ -81,6 +84,65 @@ def test_a_backend_that_cannot_be_made_is_refused_with_the_reason() -> None:
     registry.register_backend("rdma", broken, column=lambda *_: "mine")
     with pytest.raises(UnsupportedPairError, match=r"could not be made \(ValueError\('boom'\)\)"):
         offload.open_scheduler(*pools(), io_backend="rdma")
+
+
+@pytest.mark.parametrize("made", [object(), CpuBackend, None, 3])
+def test_what_prepares_nothing_is_refused_when_the_scheduler_opens(made: object) -> None:
+    """Not at the first copy; and the refusal offers neither it nor the pair that was asked for."""
+    registry.register_backend("rdma", lambda: made, column=lambda *_: "mine")
+    with pytest.raises(
+        UnsupportedPairError, match=r"its factory made .*no method 'prepare'"
+    ) as told:
+        offload.open_scheduler(*pools(), io_backend="rdma")
+    assert "rdma" not in told.value.io_backends
+    assert told.value.layouts == ()
+
+
+def test_a_broken_factory_is_not_offered_in_its_own_refusal() -> None:
+    """For no layout: it would be as broken there. Its error is the cause, also of a group's member."""
+    registry.register_backend("rdma", broken, column=lambda *_: "mine")
+    group = offload.PoolGroup(
+        layer_names=None, kv=offload.Pair(*pools()), more=offload.Pair(*pools())
+    )
+    for opened in (pools(), (group,)):
+        with pytest.raises(UnsupportedPairError) as told:
+            offload.open_scheduler(*opened, io_backend="rdma")
+        assert "rdma" not in told.value.io_backends
+        assert told.value.layouts == ()
+        assert told.value.pair is None
+        assert isinstance(told.value.__cause__, ValueError)
+    assert told.value.pool == "kv"
+
+
+def test_what_a_column_raised_is_the_cause() -> None:
+    """With its traceback, when a scheduler opens and at a submit."""
+    registry.register_backend("rdma", CpuBackend, column=broken)
+    with pytest.raises(UnsupportedPairError) as opening:
+        offload.open_scheduler(*pools(), io_backend="rdma")
+    with (
+        offload.start_scheduler(*pools()) as scheduler,
+        pytest.raises(UnsupportedPairError) as submit,
+    ):
+        scheduler.load(host_pages=[0], device_pages=[0], io_backend="rdma")
+    for told in (opening, submit):
+        cause = told.value.__cause__
+        assert isinstance(cause, ValueError)
+        assert traceback.extract_tb(cause.__traceback__)[-1].name == "broken"
+
+
+def test_the_documented_backend_copies() -> None:
+    """The example in the docstring of `register_backend`, as it stands there."""
+    names: dict[str, Any] = {"PoolCopy": PoolCopy, "register_backend": registry.register_backend}
+    examples = doctest.DocTestParser().get_examples(str(registry.register_backend.__doc__))
+    for example in examples:
+        exec(example.source, names)  # noqa: S102 - our own text
+    assert examples
+    device, host = pools()
+    with offload.start_scheduler(device, host, io_backend="simple") as scheduler:
+        scheduler.load(host_pages=[3, 5], device_pages=[1, 0]).result(PATIENCE)
+        assert contents(device, [1, 0]) == contents(host, [3, 5])
+        scheduler.backup(host_pages=[6], device_pages=[1]).result(PATIENCE)
+    assert contents(host, [6]) == contents(host, [3])
 
 
 class Proxy:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+
+import attrs
 import pytest
 import torch
 
@@ -31,6 +34,19 @@ SPECS = {
 def test_a_spec_is_one_line(spec: offload.PoolSpec, text: str) -> None:
     """Kind, layers, page size, and each component's row with its dtype."""
     assert repr(spec) == text
+
+
+SHOWN = (offload.TransferFailed, offload.Statistics, offload.DirectionStatistics, offload.Limits)
+
+
+@pytest.mark.parametrize("cls", SHOWN)
+def test_help_explains_every_field(cls: type) -> None:
+    """`help` shows class docstrings, and of fields the names alone."""
+    fields = ["transfer", "layer", "leaves"]
+    if attrs.has(cls):
+        fields = [field.name for field in attrs.fields(cls)]
+    said = re.findall(r"^        (\w+): ", str(cls.__doc__), re.MULTILINE)
+    assert said == fields
 
 
 def test_a_blocking_scheduler_says_what_it_moves_and_how_it_is() -> None:

@@ -278,6 +278,15 @@ async def test_blocking_the_loop_is_refused() -> None:
         for call in blocking:
             with pytest.raises(offload.RequestError, match="own loop thread"):
                 call()
+        for name in ("load", "backup", "load_nowait", "backup_nowait"):
+            with pytest.raises(
+                offload.RequestError, match=rf"`await scheduler\.{name.split('_')[0]}\("
+            ):
+                getattr(face, name)(host_pages=[1], device_pages=[1])
+        with pytest.raises(offload.RequestError, match=r"`await scheduler\.idle\(\.\.\.\)`"):
+            face.wait_idle(device_pages=[0])
+        with pytest.raises(offload.RequestError, match="Call the scheduler itself"):
+            face.busy(device_pages=[0])
         await sim.run_until_idle()
         assert scheduler.statistics().load.submitted == 1
         load.result()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, Self, TypeAlias, runtime_checkable
 
 import attrs
 import torch
@@ -115,7 +115,7 @@ class PoolCopy:
     """Bytes of one layer."""
 
     @classmethod
-    def of(cls, device: DevicePool, host: HostPool, direction: Direction, runs: Runs) -> PoolCopy:
+    def of(cls, device: DevicePool, host: HostPool, direction: Direction, runs: Runs) -> Self:
         """Return the copy of `runs` between two pools."""
         load = direction is Direction.LOAD
         pairs = host.matches.get(device)

@@ -39,26 +39,24 @@ class Limits:
 
     Above `max_queued_bytes`, `load` and `backup` wait, and their `_nowait` twins raise. Above `max_inflight_*`,
     what was submitted waits in the queue. `max_batch_*` bound what is merged.
+
+    Attributes:
+        max_queued_bytes: Bytes of requests that were submitted and not yet issued.
+        max_inflight_bytes: Bytes of batches that were issued and have not landed.
+        max_inflight_requests: Requests that were issued and have not landed.
+        max_batch_bytes: Bytes merged into one batch. At 50 GB/s 256 MiB are 5 ms of a link: long enough to fill
+            it while the loop is busy elsewhere, short enough that the next batch is planned on fresh priorities.
+        max_batch_ops: Pages merged into one batch: planning 65,536 costs about 1 ms of the stream's own thread.
+        max_batch_requests: Requests merged into one batch: issuing 1,024, or settling them, keeps the event loop
+            for some 5 ms.
     """
 
     max_queued_bytes: int | None = None
-    """Bytes of requests that were submitted and not yet issued; `await load` parks above it."""
-
     max_inflight_bytes: int | None = None
-    """Bytes of batches that were issued and have not landed."""
-
     max_inflight_requests: int | None = None
-    """Requests that were issued and have not landed."""
-
     max_batch_bytes: int | None = 256 << 20
-    """Bytes merged into one batch. At 50 GB/s that is 5 ms of a link: long enough to fill it while the
-    loop is busy elsewhere, short enough that the next batch is planned on fresh priorities."""
-
     max_batch_ops: int | None = 65_536
-    """Pages merged into one batch: planning that many costs about 1 ms of the stream's own thread."""
-
     max_batch_requests: int | None = 1024
-    """Requests merged into one batch: issuing so many, or settling them, keeps the event loop for some 5 ms."""
 
     def __attrs_post_init__(self) -> None:
         for field in attrs.fields(Limits):

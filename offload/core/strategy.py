@@ -141,8 +141,13 @@ class Table:
         """
         verdict = self.judge(kind, direction, io_backend, host, device)
         if isinstance(verdict, Rejection):
-            raise self.refusal(kind, direction, io_backend, host, device, verdict.reason)
+            refused = self.refusal(kind, direction, io_backend, host, device, verdict.reason)
+            raise refused from verdict.error
         return verdict
+
+    def without(self, io_backend: str, why: Rejection) -> Table:
+        """Return the table in which this io backend copies nothing."""
+        return attrs.evolve(self, columns={**self.columns, io_backend: lambda *_: why})
 
     def io_backends(
         self, kind: PoolKind, direction: Direction, host: Geometry, device: Geometry
@@ -217,7 +222,7 @@ def _asked(
     try:
         verdict: object = column(kind, direction, host, device)
     except Exception as error:  # noqa: BLE001 - somebody else's code, asked for every matrix and error
-        return Rejection(f"its column raised {told(error)}")
+        return Rejection(f"its column raised {told(error)}", error)
     if isinstance(verdict, Rejection) or (isinstance(verdict, str) and verdict):
         return verdict
     return Rejection(

@@ -47,6 +47,9 @@ class Rejection:
     reason: str
     """One sentence without its full stop."""
 
+    error: Exception | None = attrs.field(default=None, eq=False, repr=False)
+    """What was raised where a verdict was asked for."""
+
 
 Cell = Strategy | Rejection
 

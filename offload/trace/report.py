@@ -67,6 +67,12 @@ class DirectionReport:
     """Time in which at least one copy ran."""
     hidden_ns: int
     """How much of that lay behind the compute of a layer."""
+    requests: int = 0
+    """Requests that settled, or were under way when the report was made."""
+    failed: int = 0
+    """How many of them failed."""
+    cancelled: int = 0
+    """How many of them were cancelled."""
 
     @property
     def gbps(self) -> float:
@@ -170,8 +176,8 @@ class Report:
             ready_waits=timeline.ready,
             unmeasured_waits=timeline.unmeasured,
             await_ns=sum(wait.end - wait.start for wait in timeline.waits) - _total(held),
-            load=_direction(timeline.copies, "load", compute),
-            backup=_direction(timeline.copies, "backup", compute),
+            load=_direction(timeline, "load", compute),
+            backup=_direction(timeline, "backup", compute),
             ops=sum(copy.ops for copy in timeline.copies),
             transfers=sum(copy.transfers for copy in timeline.copies),
             requests=len(timeline.requests),
@@ -217,6 +223,9 @@ class Report:
             _line("backup", self.backup),
             f"  coalescing  {self.ops} ops -> {self.transfers} transfers   ({self.coalescing:.2f}x)",
         ]
+        if any(one.failed or one.cancelled for one in (self.load, self.backup)):
+            told = (_outcomes("load", self.load), _outcomes("backup", self.backup))
+            text.append(f"  requests    {', '.join(each for each in told if each)}")
         if self.await_ns:
             text.append(f"  tasks awaited layers for {self.await_ns / 1e6:.3f} ms beside that")
         if self.unmeasured_waits and (self.waits or not self.forward_ns):
@@ -245,14 +254,18 @@ def _total(waits: Iterable[Wait]) -> int:
     return sum(wait.end - wait.start for wait in waits)
 
 
-def _direction(copies: Iterable[Copy], direction: str, compute: Intervals) -> DirectionReport:
-    mine = [copy for copy in copies if copy.direction == direction]
+def _direction(timeline: Timeline, direction: str, compute: Intervals) -> DirectionReport:
+    mine = [copy for copy in timeline.copies if copy.direction == direction]
+    ended = [one.outcome for one in timeline.requests if one.direction == direction]
     busy = union((copy.start, copy.end) for copy in mine)
     return DirectionReport(
         copies=len(mine),
         nbytes=sum(copy.nbytes for copy in mine),
         busy_ns=length(busy),
         hidden_ns=intersection(busy, compute),
+        requests=len(ended),
+        failed=ended.count("failed"),
+        cancelled=ended.count("cancelled"),
     )
 
 
@@ -301,6 +314,15 @@ def _line(name: str, one: DirectionReport) -> str:
         f"  {name:7} {sized(one.nbytes):>13} {one.rate:>12}"
         f"  {one.overlap:7.1%} hidden behind compute"
     )
+
+
+def _outcomes(name: str, one: DirectionReport) -> str:
+    """Return how many requests there were and how many came to nothing: `8 loads (6 failed)`."""
+    if not one.requests:
+        return ""
+    counts = {"failed": one.failed, "cancelled": one.cancelled}
+    bad = ", ".join(f"{count} {how}" for how, count in counts.items() if count)
+    return f"{counted(one.requests, name)} ({bad})" if bad else counted(one.requests, name)
 
 
 def _row(row: LayerReport, longest: int) -> str:

@@ -136,6 +136,33 @@ def test_text() -> None:
     ]
 
 
+def test_failures_are_told() -> None:
+    """By direction, beside how many requests there were; a report without any has no such line."""
+    tracer = story_tracer()
+    outcomes = {"load": ["done", "failed", "failed"], "backup": ["done", "cancelled"]}
+    number = 0
+    for direction, ended in outcomes.items():
+        for outcome in ended:
+            number += 1
+            tracer.request(number, direction, START, START, START + US, 1, 1, outcome)
+    report = tracer.report()
+    assert "  requests    3 loads (2 failed), 2 backups (1 cancelled)" in str(report).splitlines()
+    told = json.loads(report.to_json())
+    assert told["requests"] == 5
+    counts = ("requests", "failed", "cancelled")
+    assert [told["load"][name] for name in counts] == [3, 2, 0]
+    assert [told["backup"][name] for name in counts] == [2, 0, 1]
+    assert "requests" not in str(Story().run(3).report())
+
+
+def test_one_failure_of_one_request_is_told_of_one_direction() -> None:
+    """A direction without requests is not named."""
+    tracer = story_tracer()
+    tracer.request(1, "load", START, START, START + US, 1, 1, "failed")
+    tracer.request(2, "load", START, START, START + US, 1, 1, "cancelled")
+    assert "  requests    2 loads (1 failed, 1 cancelled)" in str(tracer.report()).splitlines()
+
+
 def test_small_numbers_are_told_as_such() -> None:
     """One step is no plural, a kilobyte is not 0.0 MB, and what did not happen is not a row of zeros."""
     tracer = story_tracer()
