@@ -139,6 +139,46 @@ def test_a_late_event_holds_up_nobody_else() -> None:
             assert first.wait(PATIENCE)
 
 
+def test_relays_are_used_again_and_one_late_event_keeps_one_of_them() -> None:
+    """However many events pass meanwhile, two streams of ours serve them."""
+    with world() as (fake, driver):
+        late, quick = fake.new_stream(), fake.new_stream()
+        made = len(fake.named("new_stream"))
+        with fake.holding(late), fake.running():
+            first = heard(driver.events(recorded(fake, late))[0])
+            for _ in range(5 * cuda_after.RELAYS):
+                with fake.holding(quick):
+                    marks = driver.events(recorded(fake, quick))
+                assert heard(marks[0]).wait(PATIENCE)
+            assert not first.is_set()
+        assert len(fake.named("new_stream")) - made == 2
+
+
+def test_default_streams_of_two_devices_hold_each_other_up_in_nothing() -> None:
+    """Both have the handle 0; each is waited for on a thread of its own."""
+    with world() as (fake, driver):
+        late, quick = fake.current_stream(2), fake.current_stream(3)
+        with fake.holding(late), fake.running():
+            first = heard(driver.events(late)[0])
+            assert heard(driver.events(quick)[0]).wait(PATIENCE)
+            assert not first.is_set()
+
+
+def test_a_point_of_a_stream_that_went_out_of_use_can_still_be_watched() -> None:
+    """Its thread has ended by itself, and starts again for as long as that takes."""
+    with world() as (fake, driver):
+        old = fake.new_stream()
+        first, second = (driver.events(old)[0] for _ in range(2))
+        with fake.running():
+            assert heard(first).wait(PATIENCE)
+            (ended,) = (t for t in threading.enumerate() if "-compute-" in t.name)
+            for _ in range(cuda_after.WAITERS):
+                driver.events(fake.new_stream())
+            ended.join(PATIENCE)
+            assert not ended.is_alive()
+            assert heard(second).wait(PATIENCE)
+
+
 def threads() -> int:
     return threading.active_count()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -73,6 +74,26 @@ def test_marks_are_taken_asked_watched_and_waited_for_beside_a_capture() -> None
         with pytest.raises(CudaError), captured_elsewhere(fake):
             fake.query(theirs)
         fake.faults.clear()
+
+
+def test_a_thread_that_sleeps_until_a_mark_has_passed_spoils_no_capture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It blocks in CUDA, and no query before has found that there is nothing to wait for."""
+    with world() as (fake, driver), captured_elsewhere(fake), fake.running():
+        asleep, synchronize = threading.Event(), fake.synchronize
+
+        def noted(event: object) -> None:
+            asleep.set()
+            synchronize(event)
+
+        monkeypatch.setattr(fake, "synchronize", noted)
+        with ThreadPoolExecutor(1) as pool:
+            with fake.holding(fake.current_stream(0)):
+                waited = pool.submit(driver.marks()[0].wait)
+                assert asleep.wait(PATIENCE)
+            assert waited.result(PATIENCE)
+        fake.check()
 
 
 def test_a_scheduler_works_beside_a_capture() -> None:
