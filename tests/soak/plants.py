@@ -24,6 +24,8 @@ from offload.driver.base import Event
 from offload.driver.sim import SimDriver
 from offload.driver.sim_engine import Engine, SimOp, SimTicket
 from offload.flight import Flight
+from offload.parking import ParkingLot
+from offload.shell import Shell
 from offload.testing import RaceError
 from tests.soak.player import SoakError
 from tests.soak.run import Outcome, play
@@ -160,6 +162,22 @@ def _joins_what_was_overtaken(patch: Patch) -> None:
     patch.setattr(Machine, "undisturbed", after)
 
 
+def _admits_beyond_the_bound(patch: Patch) -> None:
+    """Threads that come at once are all admitted, as if each had come alone."""
+    patch.setattr(ParkingLot, "open_for", lambda self, priority, nbytes: True)
+
+
+def _admits_inside_an_admission(patch: Patch) -> None:
+    """Whoever is admitted lets the next one in before it has its own place: backwards, and ever deeper."""
+    before = Shell.catch_up
+
+    def after(self: Shell) -> None:
+        before(self)
+        self.take_inbox(1)
+
+    patch.setattr(Shell, "catch_up", after)
+
+
 PLANTS: dict[str, Callable[[Patch], None]] = {
     "readers forget writers": _readers_forget_writers,
     "writers forget readers": _writers_forget_readers,
@@ -175,8 +193,14 @@ PLANTS: dict[str, Callable[[Patch], None]] = {
     "freed early": _freed_early,
     "repeated behind compute": _repeated_behind_compute,
     "joins what was overtaken": _joins_what_was_overtaken,
+    "admits beyond the bound": _admits_beyond_the_bound,
+    "admits inside an admission": _admits_inside_an_admission,
 }
 """By name: a function that plants the fault; its docstring says what goes wrong."""
+
+
+OF_CROWDS = {"admits beyond the bound", "admits inside an admission"}
+"""Those that show on threads: the simulator has none that come by while its loop is busy."""
 
 
 @contextmanager
@@ -190,5 +214,6 @@ def planted(name: str) -> Iterator[None]:
 def first_find(name: str) -> Outcome | None:
     """Plant a fault and return the first program that shows it as a race or a wrong byte, else None."""
     with planted(name):
-        outcomes = map(play, range(MOST_SEEDS))
+        threads = name in OF_CROWDS
+        outcomes = (play(seed, threads=threads) for seed in range(MOST_SEEDS))
         return next((o for o in outcomes if isinstance(o.error, (RaceError, SoakError))), None)

@@ -10,6 +10,7 @@ import anyio
 import attrs
 
 import offload
+from tests.sched import LOOPS
 from tests.soak.player import Player, SoakError
 from tests.soak.steps import Step, perform, program
 from tests.soak.world import World, make_world
@@ -37,9 +38,9 @@ def play(seed: int, steps: Sequence[Step] | None = None, *, threads: bool = Fals
     world = make_world(seed, threads=threads)
     story: list[str] = []
     error: BaseException | None = None
-    backend = "trio" if seed % 8 == 7 else "asyncio"
+    backend, options = LOOPS[{6: "uvloop", 7: "trio"}.get(seed % 8, "asyncio")]
     try:
-        anyio.run(_play, world, chosen, story, backend=backend)
+        anyio.run(_play, world, chosen, story, backend=backend, backend_options=options)
     except BaseException as raised:
         if isinstance(raised, KeyboardInterrupt):
             raise

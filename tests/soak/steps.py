@@ -68,7 +68,8 @@ def draw_own(
     return own
 
 
-def _keys(own: dict[int, list[tuple[int, int]]]) -> list[tuple[int, bool, int]]:
+def keys_of(own: dict[int, list[tuple[int, int]]]) -> list[tuple[int, bool, int]]:
+    """Return the keys under which pages are pinned."""
     return [
         key
         for member, pairs in own.items()
@@ -106,7 +107,7 @@ async def _submit(player: Player, draw: random.Random, *, load: bool) -> None:
     if draw.random() < 0.5:
         submit_now(player, draw, word, own, options)
         return
-    keys = _keys(own)
+    keys = keys_of(own)
     player.pin(keys, 1)
     scheduler = player.scheduler
 
@@ -233,7 +234,7 @@ async def join(player: Player, draw: random.Random) -> None:
         if between is not None:
             between[0] = [(between[0][0][0], own[0][0][1])]
             submit_now(player, draw, "load", between, {})
-    submit_now(player, draw, "load", own, {"join": True})
+    submit_now(player, draw, "load", own, {"join": True, "priority": draw.choice((-1, 0, 2))})
 
 
 async def hold(player: Player, draw: random.Random) -> None:
@@ -244,8 +245,8 @@ async def hold(player: Player, draw: random.Random) -> None:
         for _ in range(draw.randrange(1, 5)):
             way = draw.random() < 0.5 if only is None else only
             own = draw_own(player, draw, load=way, most=2)
-            if own is not None and (only is None or not used & set(_keys(own))):
-                used |= set(_keys(own))
+            if own is not None and (only is None or not used & set(keys_of(own))):
+                used |= set(keys_of(own))
                 submit_now(player, draw, "load" if way else "backup", own, {})
     if draw.random() < 0.3:
         player.world.hooks.fail(
@@ -334,6 +335,13 @@ async def close(player: Player, draw: random.Random) -> None:
     player.spawn(lambda: player.scheduler.aclose(drain=drain))
 
 
+async def crowd(player: Player, draw: random.Random) -> None:
+    """Let many threads come while the loop is busy."""
+    from tests.soak import crowd as made  # it takes up what these steps do
+
+    await made.crowd(player, draw)
+
+
 STEPS: dict[str, tuple[int, Callable[[Player, random.Random], Awaitable[None]]]] = {
     "load": (22, load),
     "backup": (16, backup),
@@ -347,5 +355,6 @@ STEPS: dict[str, tuple[int, Callable[[Player, random.Random], Awaitable[None]]]]
     "wait": (6, wait),
     "idle": (2, idle),
     "close": (1, close),
+    "crowd": (2, crowd),
 }
 """Weight and action by name."""
