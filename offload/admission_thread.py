@@ -97,7 +97,7 @@ def call(shell: Shell, act: Callable[[], T], undo: Callable[[Future[T]], None] |
 
 @attrs.define(eq=False)
 class _Retry:
-    """A thread's place in the line: woken, it tries again on the loop's thread."""
+    """A thread's place in the parking lot: woken, it tries again on the loop's thread."""
 
     again: Callable[[], object]
     _woken: bool = False
@@ -134,7 +134,7 @@ class _Entrant:
     alarm: Alarm | None = None
 
     def start(self) -> None:
-        """Submit, or stand in line."""
+        """Submit, or park."""
         shell, wanted = self.shell, self.entry
         try:
             shell.refuse_closed()

@@ -348,7 +348,7 @@ class Entry:
         if lead._flight is not None:
             lead._flight.by_layer = True
 
-    # Riding together, and streaming ------------------------------------------------------------------
+    # Sharing copies, and streaming -------------------------------------------------------------------
 
     def take(self, joiner: Entry) -> None:
         """Let another one share this one's copies."""

@@ -35,7 +35,7 @@ class PoolOwnership:
     """The loop that it lives on, once it is open. No more of the scheduler is known here: pools know us, and
     would keep all that we know."""
 
-    _burial: AbstractContextManager[object] = attrs.field(factory=threading.RLock)
+    _releasing: AbstractContextManager[object] = attrs.field(factory=threading.RLock)
     _unwatch: Callable[[], None] | None = None
 
     def take(self, loop: LoopHandle) -> None:
@@ -78,13 +78,13 @@ class PoolOwnership:
                 flight.stopped = True
                 self.driver.stream(flight.batch.direction).kick()
         if not still:
-            with self._burial:
+            with self._releasing:
                 self.machine.forget(self)
                 self.give_back()
 
 
-def _release_after_loop(tenancy: weakref.ref[PoolOwnership]) -> None:
+def _release_after_loop(owner: weakref.ref[PoolOwnership]) -> None:
     """Do so, if anybody still has it, and this is the process whose loop it was."""
-    found = tenancy()
+    found = owner()
     if found is not None and not found.loop.forked and found.loop.closed:
         found.release_after_loop()

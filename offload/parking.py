@@ -36,7 +36,7 @@ class Settable(Protocol):
 
 @attrs.define(eq=False)
 class Place:
-    """One waiter in the line."""
+    """One waiter in the lot."""
 
     priority: float
     number: int
@@ -57,7 +57,7 @@ class ParkingLot:
     """Waiters for room, by priority and then by arrival."""
 
     budget: Budget
-    """What knows how much is queued. The line refers to nothing that refers to it."""
+    """What knows how much is queued. The lot refers to nothing that refers to it."""
 
     most: int | None
     """Bytes that may be queued; None is unbounded."""
@@ -83,7 +83,7 @@ class ParkingLot:
         return head is None or head.priority < priority
 
     def enter(self, priority: float, nbytes: int, event: Settable) -> Place:
-        """Join the line."""
+        """Enter the lot; `leave` it in any case."""
         place = Place(priority, next(self._count), nbytes, event)
         heappush(self._heap, (-priority, place.number, place))
         self.parked += 1
@@ -94,7 +94,7 @@ class ParkingLot:
         return self._head() is place and self.fits(place.nbytes)
 
     def leave(self, place: Place) -> None:
-        """Leave the line, served or not, and let the next one look."""
+        """Leave the lot, served or not, and let the next one look."""
         if not place.left:
             place.left = True
             self.parked -= 1
@@ -105,7 +105,7 @@ class ParkingLot:
             self._refuse_next()
 
     def wake(self) -> None:
-        """Let the first in line look, if there is room for it."""
+        """Let the first waiter look, if there is room for it."""
         head = self._head()
         if head is not None and not head.event.is_set() and self.fits(head.nbytes):
             head.event.set()

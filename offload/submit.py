@@ -1,6 +1,6 @@
 """The first half of a submit: every check, in the caller's frame, before anything is queued.
 
-What comes out is a `Entry` without a number: checked, resolved, stamped, with the compute marks recorded on the
+What comes out is an `Entry` without a number: checked, resolved, stamped, with the compute marks recorded on the
 thread that called. Nothing in it belongs to the loop yet, so any thread may make one.
 """
 

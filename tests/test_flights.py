@@ -51,7 +51,7 @@ async def test_a_flight_that_breaks_tells_of_its_error_and_of_its_end(
 
 
 class Asleep:
-    """A thread that waits at a waiting_threads for a number of layers."""
+    """A thread that waits for a number of layers."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Asleep:
 
 @pytest.fixture
 def waiting_threads(monkeypatch: pytest.MonkeyPatch) -> WaitingThreads:
-    """Return waiting threads of which nobody looks by itself."""
+    """Return a `WaitingThreads` whose threads never look by themselves."""
     monkeypatch.setattr("offload.flight.LOOK_S", 30.0)
     return WaitingThreads()
 

@@ -1,4 +1,4 @@
-"""How much is queued, how much is in the air, and whether more may go up."""
+"""How much is queued, how much is in flight, and whether more may be issued."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Budget:
         return nbytes, pages, most
 
     def issue(self, batch: Batch) -> None:
-        """Count a batch that went up."""
+        """Count a batch that was issued."""
         self.inflight_bytes += batch.nbytes
         self.inflight_requests += len(batch.pieces)
 

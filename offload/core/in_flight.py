@@ -1,4 +1,4 @@
-"""From the queues into the air: which batch goes up next, and which are up."""
+"""From the queues to the streams: which batch is issued next, and which are in flight."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from offload.core.request import PATIENCE
 from offload.errors import InvalidTransitionError
 
 MAX_FLIGHTS = 16
-"""Batches of one direction in the air before the next one waits in the queue, where it can still be merged
+"""Batches of one direction in flight before the next one waits in the queue, where it can still be merged
 and reordered. More urgent ones are issued regardless: streams overtake at every layer."""
 
 
@@ -47,7 +47,7 @@ class InFlight:
         queue.drop(piece)
 
     def batch(self, number: int) -> Batch:
-        """Return a batch that is in the air.
+        """Return a batch that is in flight.
 
         Raises:
             InvalidTransitionError: It is not.
@@ -58,7 +58,7 @@ class InFlight:
         return batch
 
     def end(self, number: int) -> Batch:
-        """Take a batch out of the air that will touch nothing any more."""
+        """Forget a batch that will touch nothing any more."""
         batch = self._batches.pop(number, None)
         return self.batch(number) if batch is None else batch
 
@@ -74,7 +74,7 @@ class InFlight:
         )
 
     def flush(self, limit: Callable[[Piece], int]) -> Iterator[Batch]:
-        """Yield what goes up now, at most one batch per direction; each is to be noted before the next.
+        """Yield what is issued now, at most one batch per direction; each is to be noted before the next.
 
         Args:
             limit: Up to which layer a piece may go.
@@ -102,7 +102,7 @@ class InFlight:
         return head
 
     def _crowded(self, direction: Direction, due: float) -> bool:
-        """Return whether enough is in the air, all of it some of it at least as urgent as `due`."""
+        """Return whether enough is in flight that may go on to its end, some of it at least as urgent as `due`."""
         free = [
             batch.due
             for batch in self._batches.values()

@@ -179,8 +179,8 @@ class Machine:
 
     def waiting(self) -> bool:
         """Return whether a `Flush` is worth a try: something is queued, or leaves."""
-        chains, air = self._chains, self.in_flight
-        return bool(chains.leaving or chains.telling or air.loads.heaps or air.backups.heaps)
+        chains, queues = self._chains, self.in_flight
+        return bool(chains.leaving or chains.telling or queues.loads.heaps or queues.backups.heaps)
 
     def flushable(self) -> bool:
         """Return whether `Flush` would issue something, or let go of more who leave."""

@@ -22,10 +22,10 @@ def piece(number: int, direction: Direction = LOAD, due: float = 0.0) -> Piece:
     return Piece(number, request, 0, 4, 0)
 
 
-def air_with(
+def in_flight_with(
     count: int, direction: Direction = LOAD, due: float = 0.0
 ) -> tuple[InFlight, list[Batch]]:
-    """Return an air with so many batches up, each free to go."""
+    """Return so many batches in flight, each free to go to its end."""
     in_flight = InFlight(Budget(Limits()))
     batches = []
     for number in range(count):
@@ -46,7 +46,7 @@ def up(in_flight: InFlight, limit: int = 4) -> list[Batch]:
 
 def test_batches_are_numbered_and_found() -> None:
     """A batch is in the air from its flush until it ends, and then no more."""
-    in_flight, batches = air_with(2)
+    in_flight, batches = in_flight_with(2)
     assert [batch.id for batch in batches] == [1, 2]
     assert in_flight.batch(2) is batches[1]
     assert in_flight.end(2) is batches[1]
@@ -106,7 +106,7 @@ def test_the_second_waits_where_the_first_took_the_room() -> None:
 
 def test_enough_in_the_air_keeps_the_next_in_the_queue() -> None:
     """Behind `MAX_FLIGHTS` batches as urgent as itself, a batch waits; one fewer, and it goes."""
-    in_flight, _ = air_with(MAX_FLIGHTS - 1)
+    in_flight, _ = in_flight_with(MAX_FLIGHTS - 1)
     in_flight.push(piece(90))
     assert len(up(in_flight)) == 1
     in_flight.push(piece(91))
@@ -115,7 +115,7 @@ def test_enough_in_the_air_keeps_the_next_in_the_queue() -> None:
 
 def test_a_more_urgent_batch_goes_all_the_same() -> None:
     """A batch that is due before all in the air goes up; one that is due as late as the earliest waits."""
-    in_flight, _ = air_with(MAX_FLIGHTS, due=5.0)
+    in_flight, _ = in_flight_with(MAX_FLIGHTS, due=5.0)
     in_flight.push(piece(90, due=5.0))
     assert up(in_flight) == []
     in_flight.push(piece(91, due=4.0))
@@ -125,7 +125,7 @@ def test_a_more_urgent_batch_goes_all_the_same() -> None:
 @pytest.mark.parametrize("spoil", ["closed", "held back", "the other way"])
 def test_only_what_keeps_the_stream_busy_counts(spoil: str) -> None:
     """Batches that have landed, wait for others, or go the other way do not keep a batch in the queue."""
-    in_flight, batches = air_with(MAX_FLIGHTS, BACKUP if spoil == "the other way" else LOAD)
+    in_flight, batches = in_flight_with(MAX_FLIGHTS, BACKUP if spoil == "the other way" else LOAD)
     if spoil == "closed":
         batches[3].closed = True
     elif spoil == "held back":

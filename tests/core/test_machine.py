@@ -22,6 +22,7 @@ from offload.core.events import (
     Flush,
     Issue,
     Landed,
+    Reorder,
     Settle,
     SettleLayer,
     Stop,
@@ -51,6 +52,8 @@ def told(command: Command) -> tuple[object, ...]:
             return ("issue", batch.id, [piece.id for piece in batch.pieces], batch.limit)
         case Extend(batch):
             return ("extend", batch.id, batch.limit)
+        case Reorder(batch):
+            return ("reorder", batch.id)
         case Stop(batch):
             return ("stop", batch.id)
         case Watch(batch):
@@ -1175,14 +1178,14 @@ class World:
                     assert len(whose) == 1, "a load is done, and has read a mixture"
                     assert whose <= {None, *self.rig.submitted}, "a load is done, and has read half"
             case ("unlock", int(request)):
-                for air in self.in_flight.values():
-                    for piece in air.batch.pieces:
-                        assert piece.owner.id != request or air.enqueued == air.passed
+                for flight in self.in_flight.values():
+                    for piece in flight.batch.pieces:
+                        assert piece.owner.id != request or flight.enqueued == flight.passed
                 self.claims = [claim for claim in self.claims if claim.owner != request]
 
     def check(self) -> None:
         machine = self.rig.machine
-        live = [air.batch for air in self.in_flight.values() if not air.batch.closed]
+        live = [flight.batch for flight in self.in_flight.values() if not flight.batch.closed]
         assert machine.budget.inflight_bytes == sum(batch.nbytes for batch in live)
         assert machine.budget.inflight_requests == sum(len(batch.pieces) for batch in live)
         limits = machine.limits
@@ -1272,15 +1275,20 @@ class World:
 
     def enqueue(self) -> None:
         """A copy begins: nobody who goes before it may have anything left to do there."""
-        air = self.pick()
-        if air is None or air.stopped or air.broken or air.enqueued - air.passed >= 2:
+        flight = self.pick()
+        if (
+            flight is None
+            or flight.stopped
+            or flight.broken
+            or flight.enqueued - flight.passed >= 2
+        ):
             return
-        if air.enqueued < air.batch.limit:
-            for piece in air.batch.pieces:
-                self.check_may_copy(piece.id, air.enqueued)
-                if air.batch.direction is Direction.BACKUP:
-                    self.wrote(piece.owner.id, air.enqueued, object())
-            air.enqueued += 1
+        if flight.enqueued < flight.batch.limit:
+            for piece in flight.batch.pieces:
+                self.check_may_copy(piece.id, flight.enqueued)
+                if flight.batch.direction is Direction.BACKUP:
+                    self.wrote(piece.owner.id, flight.enqueued, object())
+            flight.enqueued += 1
 
     def wrote(self, backup: int, layer: int, what: object) -> None:
         for page in self.pages[backup][0]:
@@ -1295,9 +1303,9 @@ class World:
                 continue
             if self.goes_before(other, me) and layer in other.layers and not other.dead:
                 assert layer in other.landed, (self.rig.settled, other, me, layer)
-            for air in self.in_flight.values():
-                if any(piece.id == other.id for piece in air.batch.pieces):
-                    assert not air.passed <= layer < air.enqueued, (other, me, layer)
+            for flight in self.in_flight.values():
+                if any(piece.id == other.id for piece in flight.batch.pieces):
+                    assert not flight.passed <= layer < flight.enqueued, (other, me, layer)
 
     def goes_before(self, other: Claim, me: Claim) -> bool:
         """Order is by submission; a written layer has its request's place on the host side."""
@@ -1310,39 +1318,39 @@ class World:
         return (shared_host and other.owner < me.owner) or (shared_device and other.id < me.id)
 
     def land(self) -> None:
-        air = self.pick()
-        if air is None or air.passed == air.enqueued:
+        flight = self.pick()
+        if flight is None or flight.passed == flight.enqueued:
             return
-        layer, air.passed = air.passed, air.passed + 1
-        if air.broken:
+        layer, flight.passed = flight.passed, flight.passed + 1
+        if flight.broken:
             return
-        for piece in air.batch.pieces:
+        for piece in flight.batch.pieces:
             for claim in self.claims:
                 if claim.id == piece.id:
                     claim.landed.add(layer)
-            if air.batch.direction is Direction.BACKUP:
+            if flight.batch.direction is Direction.BACKUP:
                 self.wrote(piece.owner.id, layer, piece.owner.id)
                 continue
             for page in self.pages[piece.id][0]:
                 whose = self.read.setdefault(piece.id, {}).setdefault(page, set())
                 whose.add(self.content.get((page, layer)))
-        self.handle(Landed(air.batch.id, layer + 1))
+        self.handle(Landed(flight.batch.id, layer + 1))
 
     def fail(self) -> None:
-        air = self.pick()
-        if air is None or air.passed == air.enqueued or air.broken:
+        flight = self.pick()
+        if flight is None or flight.passed == flight.enqueued or flight.broken:
             return
-        air.passed, air.broken = air.passed + 1, True
-        self.handle(Failed(air.batch.id, OSError()))
+        flight.passed, flight.broken = flight.passed + 1, True
+        self.handle(Failed(flight.batch.id, OSError()))
 
     def end(self) -> None:
-        air = self.pick()
-        if air is None or air.passed != air.enqueued:
+        flight = self.pick()
+        if flight is None or flight.passed != flight.enqueued:
             return
-        if air.stopped or air.broken or air.passed == air.batch.last:
-            del self.in_flight[air.batch.id]
-            self.handle(Ended(air.batch.id, untouched=air.enqueued == air.batch.first))
-            del self.rig.batches[air.batch.id]
+        if flight.stopped or flight.broken or flight.passed == flight.batch.last:
+            del self.in_flight[flight.batch.id]
+            self.handle(Ended(flight.batch.id, untouched=flight.enqueued == flight.batch.first))
+            del self.rig.batches[flight.batch.id]
 
     def cancel(self) -> None:
         if self.claims:
