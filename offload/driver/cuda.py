@@ -240,7 +240,7 @@ class ComputeStream:
 
 
 def _join(streams: dict[str, CudaStream], marks: Marks, timeout: float | None) -> None:
-    ending: list[CudaStream | Waiter] = [*streams.values(), *marks.all]
+    ending: list[CudaStream | Waiter] = [*streams.values(), *marks.waiters()]
     for one in ending:
         one.stop()
     end = None if timeout is None else time.monotonic() + timeout

@@ -68,8 +68,7 @@ class Marks:
         self._lock = threading.Lock()
         self._waiters: dict[tuple[int, int], Waiter] = {}  # the one used last is the last one
         self._relays: list[_Relay] = []  # likewise
-        self.all: weakref.WeakSet[Waiter] = weakref.WeakSet()
-        """Every waiter that somebody refers to; a thread that runs does."""
+        self._all: weakref.WeakSet[Waiter] = weakref.WeakSet()
 
     def __repr__(self) -> str:
         return f"<Marks of {len(self._waiters)} streams and {len(self._relays)} relays>"
@@ -118,7 +117,7 @@ class Marks:
 
     def _new_waiter(self, name: str) -> Waiter:
         made = Waiter(self._hub, name)
-        self.all.add(made)
+        self._all.add(made)
         return made
 
     def _relay(self, source: int) -> _Relay:
@@ -136,6 +135,11 @@ class Marks:
         relays.append(found)
         found.source = source
         return found
+
+    def waiters(self) -> list[Waiter]:
+        """Return every waiter that somebody refers to; a thread that runs does."""
+        with self._lock:
+            return list(self._all)
 
     def streams(self) -> list[RawStream]:
         """Return the streams of ours, to be destroyed when nobody takes marks any more."""

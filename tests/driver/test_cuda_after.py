@@ -205,7 +205,7 @@ def test_however_many_come_threads_and_streams_of_ours_are_bounded(what: str) ->
             assert all(each.wait(PATIENCE) for each in told)
             driver.marks()[0].wait(PATIENCE)
         assert not driver._hub.on_lost
-        for waiter in driver._marks.all:
+        for waiter in driver._marks.waiters():
             if waiter not in driver._marks._waiters.values():
                 waiter.stop()
                 waiter.join(PATIENCE)
