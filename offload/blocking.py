@@ -86,7 +86,7 @@ class BlockingScheduler(ThreadFace):
         check_timeout(timeout)
         shell = self._shell
         if self._thread.is_alive():
-            shell.check_may_block("close")
+            shell.check_may_block("close", "Close it in another thread.")
 
             def leave() -> None:
                 shell.stop_intake()

@@ -17,7 +17,7 @@ from offload.core.kinds import Direction
 from offload.core.page_ids import PagesLike, as_pages
 from offload.core.pages import PageAllocator
 from offload.core.request import Pages, Part
-from offload.errors import GeometryError, RequestError, UnknownNameError
+from offload.errors import GeometryError, RequestError, UnknownNameError, shown
 from offload.group_member import Member, PageRule, by_model_layer
 from offload.group_pages import GroupPages, PagePair, give_all, take_all
 from offload.group_pair import Pair
@@ -251,7 +251,7 @@ def _check_pairs(members: Mapping[str, Pair]) -> None:
     for name, pair in given.items():
         if not isinstance(pair, Pair):
             raise RequestError(
-                f"member {name!r} of a group is a {type(pair).__name__}; it takes a Pair(device, host)."
+                f"member {name!r} of a group is {shown(pair)}; it takes a Pair(device, host)."
             )
     anchor, pair = next(iter(members.items()))
     if callable(pair.pages) or pair.follows is not None:
