@@ -259,6 +259,27 @@ def test_what_was_computed_over_a_failed_load_is_not_offered(heard: str) -> None
     assert desk.planner.matched(request("aaaabbbbc", "three"), 0) == 8
 
 
+def test_what_is_thrown_away_is_stored_anew_before_its_first_store_has_ended() -> None:
+    """A slow store that a failed load has made worthless keeps nobody from storing the same blocks, elsewhere."""
+    desk = Desk()
+    stored(desk, "aaaa")
+    two = request("aaaabbbbc", "two")
+    desk.admit(two)
+    plan = desk.step((two, 5))
+    assert plan.load is not None
+    assert plan.store is not None
+    desk.planner.heard(Outcomes({}, {plan.load.number: 1}))
+    two.num_computed_tokens = 0
+    again = desk.step((two, 9)).store
+    assert again is not None
+    assert set(plan.store.device_pages) <= set(again.device_pages)
+    assert not set(plan.store.host_pages) & set(again.host_pages), "that page is still written"
+    desk.land(again)
+    desk.land(plan.store)
+    assert desk.planner.matched(request("aaaabbbbc", "three"), 0) == 8
+    assert not desk.planner.busy
+
+
 def test_an_outcome_may_come_rank_by_rank_over_several_steps() -> None:
     """Ranks run ahead of each other; a failure of one is kept until the last has spoken."""
     desk = Desk(num_ranks=3)

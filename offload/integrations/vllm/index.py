@@ -104,6 +104,13 @@ class HostIndex:
                 self._remove(key)
         self._unlock(pages)
 
+    def forget(self, keys: Sequence[bytes], pages: Sequence[int]) -> None:
+        """Forget blocks that a job still writes, and wrongly: they may be written anew, to other pages."""
+        for key, page in zip(keys, pages, strict=True):
+            entry = self._entries.get(key)
+            if entry is not None and entry.page == page:
+                self._remove(key)
+
     def clear(self) -> None:
         """Forget everything. Pages with jobs under way come back when those have ended."""
         for key in list(self._entries):

@@ -295,6 +295,7 @@ class Planner:
         for opened in self._open.values():
             if opened.store and opened.good:
                 opened.good = False
+                self.index.forget(opened.keys, opened.job.host_pages)
                 self.tally.tainted_blocks += len(opened.keys)
         self._look_again()
 
