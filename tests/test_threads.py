@@ -452,7 +452,7 @@ def test_close_of_the_blocking_face(drain: bool) -> None:
     with pytest.raises(offload.SchedulerClosedError, match="the scheduler is closed"):
         scheduler.load(host_pages=[2], device_pages=[2])
     gate.open()
-    scheduler.close(timeout=LATE)
+    scheduler.close(drain=drain, timeout=LATE)  # without `drain` it would end the first one's
     scheduler.close()
     first.result()
     if drain:
