@@ -19,6 +19,7 @@ import offload
 from offload import logs
 from offload.testing import Hooks, ThreadsDriver
 from tests.sched import LOOPS, on_loops, pools, threads_scheduler
+from tests.test_foreign_marks import check_none_watches
 
 PATIENCE = 20.0
 WHO: ContextVar[object] = ContextVar("who", default="nobody")
@@ -64,12 +65,14 @@ async def test_no_request_expires_under_the_variables_of_another_task() -> None:
     gate = threading.Event()
     WHO.set("opener")
     with listening() as under:
-        async with threads_scheduler() as (scheduler, *_), anyio.create_task_group() as tasks:
-            for page in range(3):
-                deadline = scheduler.now() + 0.25 - 0.02 * page
-                wait = partial(ends, scheduler, page, after=gate, deadline=deadline)
-                tasks.start_soon(wait)
-    gate.set()
+        async with threads_scheduler() as (scheduler, *_):
+            async with anyio.create_task_group() as tasks:
+                for page in range(3):
+                    deadline = scheduler.now() + 0.25 - 0.02 * page
+                    wait = partial(ends, scheduler, page, after=gate, deadline=deadline)
+                    tasks.start_soon(wait)
+            gate.set()
+            check_none_watches([])
     assert under == ["opener"] * 3
 
 
@@ -131,7 +134,8 @@ async def test_nothing_keeps_what_a_task_has_set_when_its_request_is_over() -> N
         await anyio.wait_all_tasks_blocked()
         gc.collect()
         assert [ref() for ref in seen] == [None, None]
-    gate.set()
+        gate.set()
+        check_none_watches([])
 
 
 @on_loops(*LOOPS)
@@ -228,6 +232,7 @@ async def test_threads_run_under_nobodys_variables() -> None:
         WHO.reset(token)
         event.set.set()
         await load
+        check_none_watches([])
     assert under == ["nobody"] * 4
     assert event.under == ["nobody"]
 

@@ -120,7 +120,7 @@ async def test_one_thread_waits_for_an_event_however_many_requests_do() -> None:
         gates[1].set()
         for load in loads:
             await load
-    check_none_watches(before)
+        check_none_watches(before)
 
 
 @on_loops(*LOOPS)
@@ -164,6 +164,7 @@ async def test_a_request_that_was_cancelled_is_let_go_while_others_wait_for_the_
         assert entry() is None
         gate.set()
         await kept
+        check_none_watches([])
 
 
 @on_both
@@ -181,6 +182,7 @@ async def test_a_joined_load_goes_on_when_its_lead_was_cancelled_before_the_even
         gc.collect()
         gate.set()
         await other
+        check_none_watches([])
 
 
 def test_one_who_cannot_be_told_is_no_reason_not_to_tell_others(

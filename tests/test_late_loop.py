@@ -11,6 +11,7 @@ import pytest
 
 import offload
 from tests.sched import LOOPS, PAGE_BYTES, on_both, on_loops, state, threads_scheduler
+from tests.test_foreign_marks import check_none_watches
 
 PATIENCE = 20.0
 MANY = 300
@@ -90,6 +91,7 @@ async def test_threads_that_came_while_the_loop_was_busy_keep_the_bound() -> Non
         for load in await crowd.gone():
             assert isinstance(load, offload.Transfer)
             await load
+        check_none_watches([])
 
 
 @on_loops(*LOOPS)
@@ -138,6 +140,7 @@ async def test_a_thread_that_does_not_wait_is_told_whether_it_was_room_or_the_lo
         load = await anyio.to_thread.run_sync(hasty)
         assert isinstance(load, offload.Transfer)
         await load
+        check_none_watches([])
 
 
 @on_both

@@ -15,6 +15,7 @@ from offload.testing import FakeCuda
 from tests.backend.test_joined import on_fake_gpu, windows
 from tests.driver.test_cuda_scheduler import pools as gpu_pools
 from tests.sched import LOOPS, on_both, on_loops, sim_scheduler, state, threads_scheduler
+from tests.test_foreign_marks import check_none_watches
 from tests.test_groups import MADE
 
 PATIENCE = 20.0
@@ -132,6 +133,7 @@ async def test_a_mark_that_calls_twice_does_not_stand_for_another() -> None:
         assert state(load) == "queued"
         load.cancel()
         gate.set()
+        check_none_watches([])
 
 
 @pytest.mark.parametrize("nth", [1, 2, 3])
