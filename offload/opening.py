@@ -37,7 +37,7 @@ def open_scheduler(
 ) -> Scheduler:
     """Return a scheduler to be entered with `async with`.
 
-    Entering it takes the pools, and raises `RequestError` where one of them belongs to another open scheduler.
+    Entering it takes the pools and the tracer, and raises `RequestError` where another open scheduler has them.
     Leaving the block cancels what is still queued and waits for what moves: await what must be done, or
     close with `aclose(drain=True)`.
 
@@ -184,7 +184,7 @@ def start_scheduler(
     """Return a scheduler on a loop thread of its own, for engines without an event loop.
 
     Every call blocks instead of being awaited, from any thread. Close it, or use `with`. Arguments and
-    errors are those of `open_scheduler`.
+    errors are those of `open_scheduler`, and of entering it.
     """
     scheduler = open_scheduler(
         device, host, io_backend=io_backend, limits=limits, tracer=tracer, driver=driver,

@@ -69,6 +69,7 @@ def register_backend(name: str, factory: Factory, *, column: Column) -> None:
         RequestError: The name is taken, or is none; or `factory` or `column` cannot be called.
 
     Example:
+        >>> from offload.backend.base import PoolCopy
         >>> class Copies(PoolCopy):
         ...     def copy(self, layer):
         ...         for ours, theirs in self.pairs:

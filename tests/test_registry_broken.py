@@ -12,7 +12,6 @@ import pytest
 
 import offload
 from offload import registry
-from offload.backend.base import PoolCopy
 from offload.backend.cpu import CpuBackend
 from offload.core.kinds import Direction
 from offload.core.table import Rejection
@@ -132,7 +131,7 @@ def test_what_a_column_raised_is_the_cause() -> None:
 
 def test_the_documented_backend_copies() -> None:
     """The example in the docstring of `register_backend`, as it stands there."""
-    names: dict[str, Any] = {"PoolCopy": PoolCopy, "register_backend": registry.register_backend}
+    names: dict[str, Any] = {"register_backend": registry.register_backend}
     examples = doctest.DocTestParser().get_examples(str(registry.register_backend.__doc__))
     for example in examples:
         exec(example.source, names)  # noqa: S102 - our own text
