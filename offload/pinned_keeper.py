@@ -23,6 +23,7 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 
 from offload.driver.cuda_calls import CudaCalls
+from offload.driver.helper import helper_thread
 from offload.errors import told
 from offload.logs import logger
 
@@ -55,9 +56,7 @@ class Keeper:
         self.held = 1
         """Mappings that have it, and those about to."""
         self._jobs: SimpleQueue[Job | Mapping] = SimpleQueue()
-        self._thread = threading.Thread(
-            target=self._run, name=f"offload-pinned-{device}", daemon=True
-        )
+        self._thread = helper_thread(self._run, f"offload-pinned-{device}")
         self._thread.start()
 
     def register(self, mapping: Mapping, base: int, bounds: list[int], prefault: Job) -> None:

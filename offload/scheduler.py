@@ -105,7 +105,8 @@ class Scheduler:
             deadline: On the scheduler's clock, `now()`; not settled by then, it fails.
             after: What must have happened before the first byte moves: `"compute"` is what the compute
                 streams have queued by now; or an event, a stream, a sequence of them; `()` is nothing.
-            join: Share a running load of the same page pairs instead of copying again.
+            join: Share a load of the same page pairs that has not ended instead of copying again. It is then as
+                urgent as the most urgent of those who share it.
             io_backend: Overrides the scheduler's default.
             members: Pages of the group's members that have their own.
 
