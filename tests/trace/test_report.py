@@ -136,8 +136,8 @@ def test_text() -> None:
     ]
 
 
-def test_failures_are_told() -> None:
-    """By direction, beside how many requests there were; a report without any has no such line."""
+def test_failures_are_told(tmp_path: Path) -> None:
+    """By direction, beside how many requests there were, also of a file; a report without any has no such line."""
     tracer = story_tracer()
     outcomes = {"load": ["done", "failed", "failed"], "backup": ["done", "cancelled"]}
     number = 0
@@ -147,6 +147,7 @@ def test_failures_are_told() -> None:
             tracer.request(number, direction, START, START, START + US, 1, 1, outcome)
     report = tracer.report()
     assert "  requests    3 loads (2 failed), 2 backups (1 cancelled)" in str(report).splitlines()
+    assert Report.of(timeline(tracer.export(tmp_path / "a.json"))) == report
     told = json.loads(report.to_json())
     assert told["requests"] == 5
     counts = ("requests", "failed", "cancelled")
