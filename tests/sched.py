@@ -11,6 +11,7 @@ import asyncio
 import functools
 import gc
 import inspect
+import os
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from contextlib import asynccontextmanager
@@ -18,7 +19,10 @@ from typing import Any, NamedTuple
 
 import anyio
 import pytest
+import sniffio
 import torch
+import trio
+from anyio.lowlevel import checkpoint
 
 import offload
 from offload.testing import Hooks, SimDriver
@@ -35,6 +39,10 @@ SPEC = offload.PoolSpec.mha(
     num_layers=4, page_size=2, num_kv_heads=2, head_dim=3, v_head_dim=5, dtype=torch.float16
 )
 PAGE_BYTES = SPEC.page_bytes
+OURS = os.path.join(os.path.dirname(offload.__file__), "")
+WORKERS = ("offload-load", "offload-backup", "offload-loop", "offload-apart")
+"""How threads of a scheduler are called. Others are a caller's event's, or the process's."""
+
 PATIENCE_S = 30.0
 """No body takes longer, however busy the machine is; one that does hangs."""
 
@@ -52,9 +60,26 @@ def run(body: Body, loop: str = "asyncio", **arguments: object) -> None:
             handler(lambda _, context: complaints.append(context))
         with anyio.fail_after(PATIENCE_S):
             await body(**arguments)
+        for _ in range(3):  # what was cancelled last may end
+            await checkpoint()
+        assert waiting_in_loop() == []
 
     anyio.run(bounded, backend=backend, backend_options=options)
     assert complaints == []
+
+
+def waiting_in_loop() -> list[str]:
+    """Return the tasks and timers of ours that the running loop still has, in its words."""
+    if sniffio.current_async_library() == "trio":
+        root = trio.lowlevel.current_root_task()
+        assert root is not None
+        tasks = [task for nursery in root.child_nurseries for task in nursery.child_tasks]
+        return [task.name for task in tasks if task.name.startswith("offload.")]
+    loop = asyncio.get_running_loop()
+    timers = getattr(loop, "_scheduled", ())  # uvloop does not show its own
+    found = [repr(timer) for timer in timers if not timer.cancelled()]
+    found += [repr(task) for task in asyncio.all_tasks()]
+    return [each for each in found if OURS in each]
 
 
 def on_loops(*loops: str) -> Callable[[Body], Callable[..., None]]:
@@ -164,6 +189,7 @@ def check_left(
         assert not pool.pages.table.busy(torch.arange(pool.num_pages).numpy())
         assert pool.pages.num_locked == 0
         assert pool.pages.table.owner is None
+    assert [each.name for each in threading.enumerate() if each.name.startswith(WORKERS)] == []
 
 
 async def check_still_open(

@@ -10,10 +10,19 @@ from collections.abc import Callable
 
 import anyio
 import pytest
+from anyio.lowlevel import checkpoint
 
 import offload
 from offload.testing import SimDriver
-from tests.sched import LOOPS, check_left, check_still_open, on_loops, pools, run
+from tests.sched import (
+    LOOPS,
+    check_left,
+    check_still_open,
+    on_loops,
+    pools,
+    run,
+    waiting_in_loop,
+)
 
 
 class Jumping(asyncio.SelectorEventLoop):
@@ -122,3 +131,18 @@ def test_pools_are_free_when_a_loop_has_ended_and_not_before(loop: str) -> None:
     run(body, loop)
     assert owners != [None]
     assert device.pages.table.owner is None
+
+
+@on_loops("asyncio", "trio")
+async def test_an_alarm_that_stands_in_a_loop_is_seen_by_what_checks_tests() -> None:
+    """What every test must leave behind is looked for where it would be."""
+    device, host = pools()
+    mark = threading.Event()
+    async with offload.open_scheduler(device, host) as scheduler:
+        deadline = scheduler.now() + 3600.0
+        await scheduler.load(host_pages=[0], device_pages=[0], after=mark, deadline=deadline)
+        await checkpoint()
+        assert ["offload" in each for each in waiting_in_loop()] == [True]
+    mark.set()
+    await anyio.wait_all_tasks_blocked()
+    assert waiting_in_loop() == []

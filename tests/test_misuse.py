@@ -10,6 +10,7 @@ import torch
 
 import offload
 from offload.testing import SimDriver
+from tests.sched import check_still_open
 
 
 def pools() -> tuple[offload.DevicePool, offload.HostPool]:
@@ -41,10 +42,12 @@ def test_priorities_and_deadlines_that_are_no_numbers_are_refused(wrong: dict[st
     """A priority or a deadline of the wrong type is refused before anything is queued."""
 
     async def body() -> None:
-        async with offload.open_scheduler(*pools(), driver=SimDriver()) as scheduler:
+        device, host = pools()
+        async with offload.open_scheduler(device, host, driver=SimDriver()) as scheduler:
             with pytest.raises(offload.RequestError):
                 await scheduler.load(host_pages=[0], device_pages=[0], **wrong)  # type: ignore[arg-type]
             assert scheduler.statistics().load.submitted == 0
+            await check_still_open(scheduler, device, host)
 
     anyio.run(body)
 
@@ -53,11 +56,13 @@ def test_attach_names_a_forgotten_await() -> None:
     """A coroutine in place of a transfer is told from one."""
 
     async def body() -> None:
-        async with offload.open_scheduler(*pools(), driver=SimDriver()) as scheduler:
+        device, host = pools()
+        async with offload.open_scheduler(device, host, driver=SimDriver()) as scheduler:
             coroutine = scheduler.load(host_pages=[0], device_pages=[0])
             with pytest.raises(offload.RequestError, match="await"):
                 offload.layerwise.attach([torch.nn.Identity()], load=coroutine)  # type: ignore[arg-type]
             coroutine.close()
+            await check_still_open(scheduler, device, host)
 
     anyio.run(body)
 
@@ -67,8 +72,8 @@ def test_attach_refuses_what_could_only_fail_under_the_forward() -> None:
 
     async def body() -> None:
         layers = [torch.nn.Identity(), torch.nn.Identity()]
-        sim = SimDriver()
-        async with offload.open_scheduler(*pools(), driver=sim) as scheduler:
+        sim, (device, host) = SimDriver(), pools()
+        async with offload.open_scheduler(device, host, driver=sim) as scheduler:
             plain = await scheduler.backup(host_pages=[0], device_pages=[0])
             with pytest.raises(offload.RequestError, match="streaming=True"):
                 offload.layerwise.attach(layers, backup=plain)
@@ -76,6 +81,7 @@ def test_attach_refuses_what_could_only_fail_under_the_forward() -> None:
             with pytest.raises(offload.RequestError, match="more than once"):
                 offload.layerwise.attach([layers[0]] * 2, load=load)
             await sim.run_until_idle()
+            await check_still_open(scheduler, device, host)
 
     anyio.run(body)
 
@@ -86,8 +92,8 @@ def test_a_wait_on_another_loop_is_refused(backend: str) -> None:
     caught: list[BaseException] = []
 
     async def body() -> None:
-        sim = SimDriver()
-        async with offload.open_scheduler(*pools(), driver=sim) as scheduler:
+        sim, (device, host) = SimDriver(), pools()
+        async with offload.open_scheduler(device, host, driver=sim) as scheduler:
             transfer = await scheduler.load(host_pages=[0], device_pages=[0])
 
             async def foreign() -> None:
@@ -101,6 +107,7 @@ def test_a_wait_on_another_loop_is_refused(backend: str) -> None:
             thread.join()
             await sim.run_until_idle()
             await transfer
+            await check_still_open(scheduler, device, host)
 
     anyio.run(body, backend=backend)
     assert "wait_layer" in str(caught[0])
