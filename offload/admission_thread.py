@@ -81,8 +81,10 @@ def call(shell: Shell, act: Callable[[], T], undo: Callable[[Future[T]], None] |
         if future.set_running_or_notify_cancel():
             try:
                 future.set_result(act())
-            except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
+            except BaseException as error:  # raised in the thread that waits
                 future.set_exception(error)
+                if not isinstance(error, Exception):  # a signal's: the loop's thread was interrupted
+                    raise
 
     try:
         if not shell.post(run):
@@ -179,12 +181,16 @@ class _Entrant:
         if self.future.set_running_or_notify_cancel():
             try:
                 self.future.set_result(admission.admit(self.shell, self.entry))
-            except BaseException as error:  # noqa: BLE001 - the same
+            except BaseException as error:  # the same
                 self.future.set_exception(error)
+                if not isinstance(error, Exception):
+                    raise
 
     def _fail(self, error: BaseException) -> None:
-        if self.future.set_running_or_notify_cancel():
+        if not self.future.done() and self.future.set_running_or_notify_cancel():
             self.future.set_exception(error)
+        if not isinstance(error, Exception):  # a signal's: the loop's thread was interrupted
+            raise error
 
     def too_late(self) -> TimeoutError:
         """Return what its thread is told when it has waited for so long."""

@@ -13,6 +13,7 @@ import trio
 
 import offload
 from offload import actions
+from offload.core.budget import Budget
 from offload.driver.base import Stream
 from offload.testing import Hooks, ThreadsDriver
 from tests.sched import LOOPS, on_loops, pools, run
@@ -64,8 +65,12 @@ async def set_off(path: str, scheduler: offload.Scheduler, patch: pytest.MonkeyP
             for page in (2, 3):
                 await scheduler.load(host_pages=[page], device_pages=[page])
         return
-    deadline = scheduler.now() + 0.01 if path == "deadline" else None
-    load = await scheduler.load(host_pages=[0], device_pages=[0], deadline=deadline)
+    if path == "deadline":
+        patch.setattr(actions, "Cancel", broken)
+        deadline = scheduler.now() + 0.01
+        await scheduler.load(host_pages=[0], device_pages=[0], deadline=deadline)
+        return
+    load = await scheduler.load(host_pages=[0], device_pages=[0])
     await load.layer(0)
     driver = scheduler._shell.driver
     assert isinstance(driver, Seam)
@@ -178,4 +183,41 @@ def test_an_interrupt_in_a_turn_of_trio_is_its_main_task_s(where: str) -> None:
     with pytest.raises(KeyboardInterrupt):
         anyio.run(body, backend="trio")
     assert faults == [None]
+    assert device.pages.table.owner is None
+
+
+@pytest.mark.parametrize("submit", ["load", "load_nowait"])
+@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
+def test_a_signal_in_the_submit_of_a_thread_ends_the_loop_s_program_too(
+    loop: str, submit: str
+) -> None:
+    """It was the loop's thread that was interrupted: the one that waits hears of it, and is not all that does."""
+    device, host = pools()
+    error, heard = KeyboardInterrupt(), list[BaseException]()
+
+    async def body(patch: pytest.MonkeyPatch) -> None:
+        async with offload.open_scheduler(device, host) as scheduler:
+
+            def work() -> None:
+                try:
+                    getattr(scheduler.from_thread, submit)(host_pages=[0], device_pages=[0])
+                except BaseException as raised:  # noqa: BLE001 - looked at below
+                    heard.append(raised)
+
+            def interrupted(*_: object) -> None:
+                patch.undo()
+                raise error
+
+            patch.setattr(Budget, "queue", interrupted)
+            threads.append(threading.Thread(target=work))
+            threads[0].start()
+            await anyio.sleep_forever()
+
+    threads: list[threading.Thread] = []
+    with pytest.MonkeyPatch.context() as patch:
+        with pytest.raises(KeyboardInterrupt) as caught:
+            run(body, loop, patch=patch)
+        threads[0].join()
+    assert caught.value is error
+    assert heard == [error]
     assert device.pages.table.owner is None
