@@ -83,7 +83,7 @@ def call(shell: Shell, act: Callable[[], T], undo: Callable[[Future[T]], None] |
                 future.set_result(act())
             except BaseException as error:  # raised in the thread that waits
                 future.set_exception(error)
-                if not isinstance(error, Exception):  # a signal's: the loop's thread was interrupted
+                if not isinstance(error, Exception):  # a signal's, which interrupted the loop
                     raise
 
     try:
