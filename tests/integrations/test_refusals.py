@@ -120,7 +120,7 @@ def test_a_layer_of_another_class_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
     mapping = transformers.cache_utils.DYNAMIC_LAYER_TYPE_MAPPING
     monkeypatch.setitem(mapping, "full_attention", Other)
-    with pytest.raises(offload.GeometryError, match="layer 0 is an Other"):
+    with pytest.raises(offload.GeometryError, match="layer 0 is of class Other"):
         kept_by(model("llama", torch.float32))
 
 

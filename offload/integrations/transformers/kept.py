@@ -24,7 +24,6 @@ from transformers.cache_utils import (
 )
 
 from offload import GeometryError
-from offload.errors import shown
 
 KNOWN = (
     DynamicLayer,
@@ -135,7 +134,7 @@ def kept_by(model: PreTrainedModel) -> Kept:
     stock = _stock_cache(config)
     for index, layer in enumerate(stock.layers):
         if type(layer) not in (*KNOWN, DummyLayer):
-            got = f"{shown(layer)}, which this cache does not know"
+            got = f"of class {type(layer).__name__}, which this cache does not know"
             raise _refusal(config, f"layer {index}", got)
     _run_one_token(model, stock)
     latent = [_is_latent(each) for each in config.get_text_config(decoder=True).per_layer_config]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from offload import RequestError
-from offload.errors import shown
 from offload.integrations.vllm.adopt import Block
 from offload.integrations.vllm.settings import Settings
 from offload.integrations.vllm.versions import needed
@@ -154,7 +153,7 @@ def _check_groups(kv_cache_config: KVCacheConfig) -> None:
         if not isinstance(spec, (FullAttentionSpec, SlidingWindowSpec)):
             raise RequestError(
                 f"OffloadConnector carries full, sliding-window and latent attention, and this model's KV "
-                f"cache is {shown(spec)}. Leave out the connector for this model."
+                f"cache is of class {type(spec).__name__}. Leave out the connector for this model."
             )
 
 
