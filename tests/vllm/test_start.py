@@ -131,7 +131,7 @@ def test_recurrent_models_are_refused() -> None:
         parallel_config=SimpleNamespace(),
         speculative_config=None,
     )
-    with pytest.raises(offload.RequestError, match=r"a MambaSpec\. Leave out the connector"):
+    with pytest.raises(offload.RequestError, match=r"of class MambaSpec\. Leave out the connector"):
         check(config, caches)
 
 
