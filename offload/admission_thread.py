@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 import attrs
 
 from offload import actions, admission
+from offload.asked import check_may_block, closed_error
 from offload.entry import Entry
 from offload.flight import LOOK_S
 from offload.parking import Place
@@ -35,14 +36,14 @@ def submit(shell: Shell, entry: Entry, timeout: float | None) -> Transfer:
             then, and the text says which. Nothing was submitted.
         SchedulerClosedError: It is closed, or its loop has ended.
     """
-    shell.check_may_block("submit", _instead(entry))
+    check_may_block(shell, "submit", _instead(entry))
     shell.refuse_closed()
     check_timeout(timeout)
     entrant = _Entrant(shell, entry, timeout)
     patience = timeout or (None if timeout is None else _INSTANT)
     try:
         if not shell.post(entrant.start):
-            raise shell.closed_error()
+            raise closed_error(shell)
         answered = _answered(shell, entrant.future, patience)
     except BaseException:  # a signal's, or an exception thrown into this thread
         if not entrant.give_up():
@@ -55,7 +56,7 @@ def submit(shell: Shell, entry: Entry, timeout: float | None) -> Transfer:
 
 def submit_nowait(shell: Shell, entry: Entry) -> Transfer:
     """Admit a request, or raise `anyio.WouldBlock` where it would have to wait for room."""
-    shell.check_may_block("submit", _instead(entry))
+    check_may_block(shell, "submit", _instead(entry))
     return call(shell, lambda: admission.submit_nowait(shell, entry), _undo)
 
 
@@ -74,7 +75,7 @@ def call(shell: Shell, act: Callable[[], T], undo: Callable[[Future[T]], None] |
     Raises:
         SchedulerClosedError: The loop has ended.
     """
-    shell.check_may_block("call `from_thread`", "Call the scheduler itself.")
+    check_may_block(shell, "call `from_thread`", "Call the scheduler itself.")
     future: Future[T] = Future()
 
     def run() -> None:
@@ -88,7 +89,7 @@ def call(shell: Shell, act: Callable[[], T], undo: Callable[[Future[T]], None] |
 
     try:
         if not shell.post(run):
-            raise shell.closed_error()
+            raise closed_error(shell)
         _answered(shell, future, None)
     except BaseException:
         if not future.cancel() and undo is not None:
@@ -236,6 +237,6 @@ def _answered(shell: Shell, future: Future[T], timeout: float | None) -> bool:
             if end is not None and time.monotonic() >= end:
                 return False
             if shell.dead:
-                raise shell.closed_error() from None
+                raise closed_error(shell) from None
         else:
             return True

@@ -11,6 +11,7 @@ from typing import Self
 import anyio
 import attrs
 
+from offload.asked import check_may_block
 from offload.driver.helper import helper_thread
 from offload.scheduler import Scheduler
 from offload.threadface import ThreadFace
@@ -86,7 +87,7 @@ class BlockingScheduler(ThreadFace):
         check_timeout(timeout)
         shell = self._shell
         if self._thread.is_alive():
-            shell.check_may_block("close", "Close it in another thread.")
+            check_may_block(shell, "close", "Close it in another thread.")
 
             def leave() -> None:
                 shell.stop_intake()

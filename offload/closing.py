@@ -95,7 +95,7 @@ class Closing:
         shell, alarm = self._shell, None
         shell.stop_intake()
         if deadline is not None and deadline != math.inf:
-            if deadline <= shell.now():
+            if deadline <= shell.driver.now():
                 return
             alarm = shell.timer.call_at(deadline, self.hurry)
         try:

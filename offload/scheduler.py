@@ -17,6 +17,7 @@ from anyio.lowlevel import checkpoint, checkpoint_if_cancelled
 
 from offload import actions
 from offload.admission import admit, submit_nowait
+from offload.asked import described, in_use, statistics
 from offload.closing import Closing, check_deadline
 from offload.core.kinds import Direction
 from offload.core.page_ids import PagesLike
@@ -243,7 +244,7 @@ class Scheduler:
 
     def now(self) -> float:
         """Return the time in seconds on the clock of deadlines."""
-        return self._shell.now()
+        return self._shell.driver.now()
 
     def busy(
         self,
@@ -261,7 +262,7 @@ class Scheduler:
         if self._shell.loop.alive:  # else nothing is decided any more, or yet
             self._shell.loop.check("busy")
             self._shell.take_inbox(POSTS)
-        return self._shell.busy(self._shell.places(device_pages, host_pages, members))
+        return in_use(self._shell.group.places(device_pages, host_pages, members))
 
     async def idle(
         self,
@@ -279,7 +280,7 @@ class Scheduler:
         shell = self._shell
         shell.loop.check("idle", "scheduler.from_thread.wait_idle")
         await checkpoint()
-        places = shell.places(device_pages, host_pages, members)
+        places = shell.group.places(device_pages, host_pages, members)
         await until_idle(shell, places)
 
     @property
@@ -289,7 +290,7 @@ class Scheduler:
 
     def statistics(self) -> Statistics:
         """Return the numbers as they are now."""
-        return self._shell.statistics()
+        return statistics(self._shell)
 
     def __repr__(self) -> str:
-        return f"<Scheduler {self._shell.described()}>"
+        return f"<Scheduler {described(self._shell)}>"

@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TypeAlias
 
 import anyio
 import attrs
 
+from offload.asked import closed_error
 from offload.commands import carry_out, settle
 from offload.core.batch import Limits, State
 from offload.core.events import (
@@ -34,14 +35,13 @@ from offload.core.events import (
 )
 from offload.core.hazards import HazardTable
 from offload.core.machine import Machine
-from offload.core.page_ids import PagesLike
 from offload.core.request import Pages
 from offload.counters import Counters
 from offload.driver.base import Driver, TimesCompute
 from offload.entry import Entry
-from offload.errors import RequestError, SchedulerClosedError, counted
+from offload.errors import RequestError
 from offload.flight import Flight, WaitingThreads
-from offload.group import PagePair, PoolGroup
+from offload.group import PoolGroup
 from offload.holding import Holds
 from offload.ledger import Ledger, open_requests
 from offload.logs import logger
@@ -49,7 +49,6 @@ from offload.loop import LoopHandle, NoLoop
 from offload.ownership import PoolOwnership
 from offload.parking import ParkingLot
 from offload.route import Router
-from offload.statistics import DirectionStatistics, Statistics
 from offload.timer import Timer
 from offload.trace import Tracer
 from offload.trace.pools import PoolUse
@@ -60,7 +59,6 @@ _FLUSH = Flush()
 _PER_TURN = 1024
 """Requests of flights with news that one turn takes note of, and no flight more: settling so many takes 10 ms."""
 
-_AWAIT = "Await instead (issued, layer, or the transfer itself), or wait in a worker thread."
 
 Places: TypeAlias = Sequence[tuple[HazardTable, Pages]]
 """Pages of several pools, with the tables that know who uses them."""
@@ -209,11 +207,6 @@ class Shell:
         """Whether anything is still to be decided or to land."""
         return self.stuck is None and self.machine.pending()
 
-    def described(self) -> str:
-        """Return what every face's repr says of it."""
-        state = "closed" if self.closing else counted(len(self.entries), "transfer")
-        return f"{self.group!r} on {self.driver.name}, {state}"
-
     def stop_intake(self) -> None:
         """Refuse what comes from now on, and who waits for room."""
         self.closing = True
@@ -222,63 +215,7 @@ class Shell:
     def refuse_closed(self) -> None:
         """Raise if it is closed, or closing."""
         if self.closing:
-            raise self.closed_error() from self.stuck
-
-    def closed_error(self, asked: str = "submit") -> SchedulerClosedError:
-        """Return what callers are told once nothing will happen any more, and why."""
-        if self.lost is not None:
-            remedy = (
-                "Pages that it had in the air are never free again, and a lost CUDA device comes back in "
-                "a new process only."
-            )
-            return SchedulerClosedError(asked, gone="the device is lost", remedy=remedy)
-        if self.fault is not None:
-            gone = "an error in the scheduler has ended it"
-            remedy = "Leave its block, which raises that error, and open another."
-            return SchedulerClosedError(asked, gone=gone, remedy=remedy)
-        if self.dead and not self.closing:
-            gone = "the scheduler's event loop has ended"
-            return SchedulerClosedError(asked, gone=gone, remedy="Open another.")
-        return SchedulerClosedError(asked)
-
-    def check_may_block(self, what: str, instead: str = _AWAIT) -> None:
-        """Raise if blocking this thread would stop the loop that has to end the wait."""
-        self.loop.check_process(what)
-        if self.loop.here and not self.dead:
-            raise RequestError(
-                f"this is the scheduler's own loop thread, and to {what} here would stop the loop. {instead}"
-            )
-
-    def now(self) -> float:
-        """Return the time in seconds on the clock of deadlines."""
-        return self.driver.now()
-
-    def statistics(self) -> Statistics:
-        """Return the numbers as they are now."""
-        budget = self.machine.budget
-        return Statistics(
-            load=DirectionStatistics.of(self.counters.load),
-            backup=DirectionStatistics.of(self.counters.backup),
-            queued_requests=budget.queued_requests,
-            queued_bytes=budget.queued_bytes,
-            inflight_requests=budget.inflight_requests,
-            inflight_bytes=budget.inflight_bytes,
-            parked=self.parking.parked,
-            batches=self.batches,
-        )
-
-    def busy(self, places: Places) -> bool:
-        """Return whether some pages are claimed, without what other threads have posted. Any thread."""
-        return any(table.busy(pages) for table, pages in places)
-
-    def places(
-        self,
-        device_pages: PagesLike,
-        host_pages: PagesLike,
-        members: Mapping[str, PagePair] | None,
-    ) -> Places:
-        """Return checked copies of page ids, by table. Any thread."""
-        return self.group.places(device_pages, host_pages, members)
+            raise closed_error(self) from self.stuck
 
     # Turns ----------------------------------------------------------------------------------------
 

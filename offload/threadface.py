@@ -10,6 +10,7 @@ import attrs
 
 from offload import actions
 from offload.admission_thread import call, submit, submit_nowait
+from offload.asked import check_may_block, described, in_use, statistics
 from offload.core.kinds import Direction
 from offload.core.page_ids import PagesLike
 from offload.counters import Counters
@@ -131,7 +132,7 @@ class ThreadFace:
 
     def now(self) -> float:
         """Return the time in seconds on the clock of deadlines."""
-        return self._shell.now()
+        return self._shell.driver.now()
 
     def busy(
         self,
@@ -141,8 +142,8 @@ class ThreadFace:
         members: Mapping[str, PagePair] | None = None,
     ) -> bool:
         """Return whether any of these pages may still be read or written. Arguments as `Scheduler.busy`."""
-        places = self._shell.places(device_pages, host_pages, members)
-        return call(self._shell, lambda: self._shell.busy(places))
+        places = self._shell.group.places(device_pages, host_pages, members)
+        return call(self._shell, lambda: in_use(places))
 
     def wait_idle(
         self,
@@ -160,9 +161,9 @@ class ThreadFace:
             RequestError: A request uses them that is kept back by the `hold` this wait is in.
         """
         shell = self._shell
-        shell.check_may_block("wait for idle pages", "Call `await scheduler.idle(...)`.")
+        check_may_block(shell, "wait for idle pages", "Call `await scheduler.idle(...)`.")
         check_timeout(timeout)
-        places = shell.places(device_pages, host_pages, members)
+        places = shell.group.places(device_pages, host_pages, members)
         block_until_idle(shell, places, timeout)
 
     @property
@@ -172,7 +173,7 @@ class ThreadFace:
 
     def statistics(self) -> Statistics:
         """Return the numbers as they are now."""
-        return self._shell.statistics()
+        return statistics(self._shell)
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._shell.described()}>"
+        return f"<{type(self).__name__} {described(self._shell)}>"

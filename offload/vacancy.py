@@ -18,6 +18,7 @@ from anyio.lowlevel import checkpoint
 
 from offload import actions
 from offload.admission_thread import call
+from offload.asked import closed_error, in_use
 from offload.errors import RequestError
 from offload.flight import LOOK_S
 
@@ -88,9 +89,9 @@ async def until_idle(shell: Shell, places: Places) -> None:
     """Suspend until nobody has any of these pages. Raises as `Scheduler.idle`."""
     while not shell.take_inbox(POSTS):
         await checkpoint()
-    while shell.busy(places):
+    while in_use(places):
         if shell.stuck is not None:
-            raise shell.closed_error("wait for idle pages") from shell.stuck
+            raise closed_error(shell, "wait for idle pages") from shell.stuck
         actions.refuse_waiting_for(shell, places)
         signal = shell.loop.signal()
         with shell.vacancies.entered(_in_the_way(shell, places), signal):
@@ -103,7 +104,7 @@ def block_until_idle(shell: Shell, places: Places, timeout: float | None) -> Non
     end = None if timeout is None else time.monotonic() + timeout
 
     def stand(bed: threading.Event) -> int | None:
-        if shell.stuck is not None or not shell.busy(places):
+        if shell.stuck is not None or not in_use(places):
             return None
         holder = _in_the_way(shell, places)
         shell.vacancies.enter(holder, bed)
@@ -123,9 +124,9 @@ def block_until_idle(shell: Shell, places: Places, timeout: float | None) -> Non
         finally:
             if not bed.is_set():
                 shell.post(lambda bed=bed, holder=holder: shell.vacancies.leave(holder, bed))  # type: ignore[misc]
-        busy = shell.busy(places)
-    if shell.busy(places):
-        raise shell.closed_error("wait for idle pages") from shell.stuck
+        busy = in_use(places)
+    if in_use(places):
+        raise closed_error(shell, "wait for idle pages") from shell.stuck
 
 
 def _slept(shell: Shell, bed: threading.Event, end: float | None) -> bool:

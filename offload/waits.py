@@ -8,6 +8,7 @@ from anyio.lowlevel import checkpoint
 
 from offload.actions import refuse_waiting
 from offload.arguments import real
+from offload.asked import check_may_block
 from offload.entry import Entry
 from offload.errors import RequestError, shown
 from offload.trace.forward import ForwardTrace
@@ -66,7 +67,7 @@ def block(
     if not whatever:
         entry.raise_if_over()
     shell = entry.shell
-    shell.check_may_block(f"wait for {what}")
+    check_may_block(shell, f"wait for {what}")
     check_timeout(timeout)
     refuse_waiting(entry)
 

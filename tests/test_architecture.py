@@ -58,6 +58,7 @@ SCHEDULER: set[str] = {
         "blocking",
         "shell",
         "commands",
+        "asked",
         "admission",
         "entry",
         "waits",

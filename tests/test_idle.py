@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import offload
-from offload.shell import Places, Shell
+from offload import asked, scheduler, threadface, vacancy
+from offload.shell import Places
 from offload.testing import Hooks, SimDriver, ThreadsDriver
 from tests.sched import LOOPS, SPEC, on_both, on_loops, pools, sim_scheduler, threads_scheduler
 
@@ -107,13 +108,14 @@ async def test_idle_on_another_loop_is_refused() -> None:
 def counted(patch: pytest.MonkeyPatch) -> list[object]:
     """Count the looks at pages of all who wait for them."""
     looks: list[object] = []
-    inner = Shell.busy
+    inner = asked.in_use
 
-    def busy(shell: Shell, places: Places) -> bool:
+    def in_use(places: Places) -> bool:
         looks.append(places)
-        return inner(shell, places)
+        return inner(places)
 
-    patch.setattr(Shell, "busy", busy)
+    for face in (scheduler, threadface, vacancy):
+        patch.setattr(face, "in_use", in_use)
     return looks
 
 
