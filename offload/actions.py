@@ -15,6 +15,7 @@ from offload.core.events import Cancel, Unblock, Written
 from offload.driver.base import Event
 from offload.driver.foreign import ForeignEvent
 from offload.entry import Entry
+from offload.errors import TransferFailed
 from offload.holding import HoldBlock, refuse_held, refuse_held_pages
 from offload.submit import compute_marks
 
@@ -25,12 +26,16 @@ _LET_GO = 1024
 """Held requests let go in one turn: about 5 ms of the loop."""
 
 
-def cancel(entry: Entry) -> None:
-    """Cancel a request; see `Transfer.cancel`. Any thread."""
+def cancel(entry: Entry, why: TransferFailed | None = None) -> None:
+    """Cancel a request; see `Transfer.cancel`. Any thread.
+
+    Args:
+        why: What its error says, where it was not the caller's wish.
+    """
     shell = entry.shell
     shell.loop.check_process("cancel")
     here = shell.loop.here and not shell.deciding
-    if not entry.decide(State.CANCELLED):
+    if not entry.decide(State.CANCELLED, why):
         return
     if here:
         _abandon(entry, None)

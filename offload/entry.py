@@ -76,7 +76,7 @@ class Entry:
     """Whether a task has waited for a layer of it, or another one shares it: the loop then hears of layers."""
 
     error: BaseException | None = None
-    """What it failed from, once that is decided."""
+    """What it failed from, or why it was cancelled where that is known, once that is decided."""
 
     _flight: Flight | None = None
     """The flight that carries it; of a streaming backup, the latest."""
@@ -198,7 +198,7 @@ class Entry:
         """Raise what who waits for it is told, when it failed or was cancelled."""
         outcome = self._decided()
         if outcome is State.CANCELLED:
-            raise TransferCancelled(self.name, leaves=self._leaves())
+            raise TransferCancelled(self.name, cause=self.error, leaves=self._leaves())
         if outcome is State.FAILED:
             raise self.failure(self.error, self._error_layer)
         flight = self._failure() if outcome is None else None
@@ -370,6 +370,12 @@ class Entry:
     def stream(self) -> None:
         """Make it a streaming backup; no block keeps it back, as layers go when they are written."""
         self._layers, self._written, self.hold = {}, {}, None
+
+    def unwritten(self) -> int | None:
+        """Return the first layer of a streaming backup that nobody has written; None when all are."""
+        written, holes = self._written or {}, self.shell.group.holes
+        layers = range(self.num_layers)
+        return next((each for each in layers if each not in written and each not in holes), None)
 
     def write(self, layer: int) -> None:
         """Note that a layer was written. Any thread.

@@ -121,7 +121,7 @@ class TransferCancelled(TransferFailed):
     """
 
     def _ended(self, cause: BaseException | None) -> str:
-        return "was cancelled"
+        return f"was cancelled{_why(cause)}"
 
 
 def left_behind(direction: str, *, landed: int | None, lost: bool = False) -> str:

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import Self, TypeAlias
+from typing import Self
+from weakref import WeakSet, ref
 
 import attrs
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from offload import waits
+from offload import actions, waits
 from offload.arguments import expect
 from offload.core.kinds import Direction
-from offload.errors import RequestError, shown
+from offload.errors import RequestError, TransferFailed, shown
+from offload.layerwise_block import Block, hang, remove
 from offload.trace import Tracer
 from offload.trace.forward import ForwardTrace
 from offload.transfer import Transfer
 
 __all__ = ["Attachment", "ForwardTrace", "attach", "fence"]
 
-_Hook: TypeAlias = Callable[..., None]
+_ATTACHED: WeakSet[torch.nn.Module] = WeakSet()
+"""The modules of all blocks that are open."""
+
+_ATTACHING = threading.Lock()
 
 
 def attach(
@@ -35,11 +41,23 @@ def attach(
 
     Before layer `i` runs, its thread waits until every `load` has landed layer `i`; on a GPU until it is
     issued, and its stream is fenced (`Transfer.fence`). After it ran, every `backup` (streaming) hears
-    `layer_written(i)`. One forward at a time; concurrent forwards attach to modules of their own.
+    `layer_written(i)`. One forward at a time; concurrent forwards attach to modules of their own. With a
+    backup a block is one forward; without, it may be a prefill and all its steps.
 
-    A forward that raises inside the block cancels the backups whose layers it has not written.
+    Leaving the block, by an exception or not, cancels the backups of which a layer was not written.
 
-    Run the forward in a worker thread: on the scheduler's own loop thread a wait is refused.
+    Run the forward in a worker thread: on the scheduler's own loop thread a wait is refused. A thread runs on
+    when its `await` is cancelled (`task.cancel()`, `wait_for`): the next layer that it reaches after the block was
+    left raises, and the one that runs then still uses the pages. So free them when the forward has left:
+
+        try:
+            with attach(layers, load=load):
+                forward = asyncio.ensure_future(asyncio.to_thread(model, ids))
+                await asyncio.shield(forward)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await asyncio.wait([forward])
+            device.pages.free(pages)
 
     Args:
         layers: One module per model layer, in order.
@@ -49,7 +67,7 @@ def attach(
 
     Raises:
         RequestError: The number of layers is not that of the transfers', a module appears twice, a
-            backup is not streaming, or a load and a backup changed places.
+            backup is not streaming, a load and a backup changed places, or a module is attached already.
     """
     given: object = layers
     if not isinstance(given, Iterable):
@@ -71,6 +89,7 @@ class Attachment:
     _loads: tuple[Transfer, ...]
     _backups: tuple[Transfer, ...]
     _tracer: Tracer | None = None
+    _block: Block | None = None
     _handles: list[RemovableHandle] = attrs.field(factory=list)
     _trace: ForwardTrace | None = None
     _began_ns: int = 0
@@ -93,15 +112,29 @@ class Attachment:
                     f"attach was given {len(self._modules)} layers, and {transfer!r} has "
                     f"{transfer.num_layers}. Pass one module per model layer, in order."
                 )
+        self._refuse_attached()
+
+    def _refuse_attached(self) -> None:
+        for layer, module in enumerate(self._modules):
+            if module in _ATTACHED:
+                raise RequestError(
+                    f"layer {layer} ({type(module).__name__}) is attached already, and the two blocks would "
+                    "take each other's forward for their own. Attach once, with all loads and backups of "
+                    "that forward; forwards that run at once need modules of their own."
+                )
 
     def __enter__(self) -> Self:
+        with _ATTACHING:
+            self._refuse_attached()
+            _ATTACHED.update(self._modules)
         transfers = (*self._loads, *self._backups)
         tracer = transfers[0]._entry.shell.tracer if transfers else self._tracer
         if tracer is not None and tracer.active:
             self._trace = ForwardTrace(tracer)
-        for layer, module in enumerate(self._modules):
-            self._handles.append(module.register_forward_pre_hook(self._before(layer)))
-            self._handles.append(module.register_forward_hook(self._after(layer)))
+        last = len(self._modules) - 1
+        block = self._block = Block(last, bool(self._backups), self._wait, self._written)
+        self._handles = hang(self._modules, block)
+        block.enter()
         return self
 
     def __exit__(
@@ -110,44 +143,51 @@ class Attachment:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
+        self._leave_block(normally=error is None)
+        with _ATTACHING:
+            _ATTACHED.difference_update(self._modules)
         if self._trace is not None:
             self._trace.close()
-        if error is not None:
-            for backup in self._backups:
-                backup.cancel()
+            self._trace = None
+        for backup in self._backups:
+            layer = backup._entry.unwritten()
+            if layer is not None:
+                text = f"layer {layer} was not written when its block of attach was left."
+                actions.cancel(backup._entry, TransferFailed.source(backup._entry.name, text))
+
+    def _leave_block(self, *, normally: bool) -> None:
+        """Take the hooks off, unless a forward may run on: then they do that when it has ended."""
+        block, self._block = self._block, None
+        assert block is not None
+        known, over = ref(block), block.leave(normally=normally)
+        del block
+        if over or known() is None:
+            remove(self._handles)
+        self._handles = []
 
     def _clock(self) -> int:
         transfers = (*self._loads, *self._backups)
         return transfers[0]._entry.shell.driver.now_ns() if transfers else time.perf_counter_ns()
 
-    def _before(self, layer: int) -> _Hook:
-        def wait(*_: object) -> None:
-            if not layer:
-                self._began_ns = self._clock()
-            trace = self._trace
-            if trace is not None:
-                trace.arrive(layer)
-            for load in self._loads:
-                fence(load, layer, trace)
+    def _wait(self, layer: int) -> None:
+        """Before a layer: until its pages are there."""
+        if not layer:
+            self._began_ns = self._clock()
+        trace = self._trace
+        if trace is not None:
+            trace.arrive(layer)
+        for load in self._loads:
+            fence(load, layer, trace)
 
-        return wait
-
-    def _after(self, layer: int) -> _Hook:
-        ids, last = tuple(load.id for load in self._loads), len(self._modules) - 1
-
-        def written(*_: object) -> None:
-            if self._trace is not None:
-                self._trace.leave(layer, ids)
-            for backup in self._backups:
-                backup.layer_written(layer)
-            if layer == last and self._began_ns:
-                for transfer in (*self._loads, *self._backups)[:1]:
-                    transfer._entry.shell.counters.forwarded(self._clock() - self._began_ns)
-
-        return written
+    def _written(self, layer: int) -> None:
+        """After a layer: its backups may start."""
+        if self._trace is not None:
+            self._trace.leave(layer, tuple(load.id for load in self._loads))
+        for backup in self._backups:
+            backup.layer_written(layer)
+        if layer == len(self._modules) - 1 and self._began_ns:
+            for transfer in (*self._loads, *self._backups)[:1]:
+                transfer._entry.shell.counters.forwarded(self._clock() - self._began_ns)
 
 
 def fence(
