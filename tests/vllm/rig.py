@@ -190,6 +190,15 @@ class Engine:
             for handle in handles:
                 handle.remove()
 
+    def preempt(self) -> None:
+        """Do what vLLM's reset of all that runs does, without its error where a store still holds blocks."""
+        scheduler = self.scheduler
+        while scheduler.running:
+            request = scheduler.running.pop()
+            scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
+        scheduler.prev_step_scheduled_req_ids.clear()
+        scheduler.kv_cache_manager.reset_prefix_cache()
+
     @contextmanager
     def preemptions(self) -> Iterator[list[str]]:
         """Collect the names of requests that are preempted meanwhile."""
