@@ -90,6 +90,12 @@ class Entry:
     _deciding: bool = False
     _outcome: State | None = None
     _error_layer: int | None = None
+    _unprepared: bool = False
+    """Whether it failed while its flight was prepared."""
+
+    _moved: bool = False
+    """Whether a flight that was repeated had moved any of it."""
+
     _kept: frozenset[int] | int = 0
     """Layers that had landed when it failed or was cancelled."""
 
@@ -200,17 +206,24 @@ class Entry:
         if outcome is State.CANCELLED:
             raise TransferCancelled(self.name, cause=self.error, leaves=self._leaves())
         if outcome is State.FAILED:
-            raise self.failure(self.error, self._error_layer)
+            raise self.failure(self.error, self._error_layer, unprepared=self._unprepared)
         flight = self._failure() if outcome is None else None
         if flight is not None:
-            raise self.failure(flight.error, flight.error_layer)
+            raise self.failure(flight.error, flight.error_layer, unprepared=flight.unprepared)
 
-    def failure(self, cause: BaseException | None, layer: int | None = None) -> TransferFailed:
+    def failure(
+        self, cause: BaseException | None, layer: int | None = None, *, unprepared: bool = False
+    ) -> TransferFailed:
         """Return the error that says why it failed, and what that leaves in its pages."""
-        return TransferFailed(self.name, layer=layer, cause=cause, leaves=self._leaves())
+        where = None if unprepared else layer
+        return TransferFailed(
+            self.name, layer=where, cause=cause, leaves=self._leaves(), unprepared=unprepared
+        )
 
     def _leaves(self) -> str:
-        issued = (self._lead or self)._flight is not None
+        lead = self._lead or self
+        flights = (lead._flight,) if lead._layers is None else list(lead._layers.values())
+        issued = lead._moved or any(each is not None and not each.vain for each in flights)
         holes = self.shell.group.holes
         landed = sum(self.landed(layer) for layer in range(self.num_layers) if layer not in holes)
         ended = self.shell.driver.lost or self.shell.stuck  # threads may ask before the loop knows
@@ -262,7 +275,7 @@ class Entry:
             elif flight is not None:
                 state, error = State.FAILED, flight.error
             if flight is not None and flight.error is error:
-                self._error_layer = flight.error_layer
+                self._error_layer, self._unprepared = flight.error_layer, flight.unprepared
             if self._outcome is None:  # else a signal handler came in between
                 if state is not State.DONE:
                     self._kept = self._landed_now()
@@ -302,6 +315,9 @@ class Entry:
 
     def fly(self, flight: Flight, piece: Piece) -> None:
         """Take the flight that carries it, or one layer of it."""
+        before = self._flight if self._layers is None else self._layers.get(piece.first)
+        if before is not None and not before.vain:
+            self._moved = True
         if self._layers is not None:
             self._layers[piece.first] = flight
         self._flight = flight

@@ -86,6 +86,7 @@ class TransferFailed(OffloadError):
         transfer: Which one, as its repr names it: `load 12`.
         layer: The layer whose copy raised, where that is known; else None.
         leaves: What it leaves in its pages, as a sentence; empty where that is not known.
+        unprepared: Whether it failed while its copies were prepared, before the first of them.
     """
 
     def __init__(
@@ -95,15 +96,19 @@ class TransferFailed(OffloadError):
         layer: int | None = None,
         cause: BaseException | None = None,
         leaves: str = "",
+        unprepared: bool = False,
     ) -> None:
         self.transfer = transfer
         self.layer = layer
         self.leaves = leaves
+        self.unprepared = unprepared
         super().__init__(f"{transfer} {self._ended(cause)}.{' ' if leaves else ''}{leaves}")
         self.__cause__ = cause
 
     def _ended(self, cause: BaseException | None) -> str:
         at = "" if self.layer is None else f" at layer {self.layer}"
+        if self.unprepared:
+            at = " while it was prepared"
         return f"failed{at}{_why(cause)}"
 
     @classmethod
@@ -128,7 +133,7 @@ def left_behind(direction: str, *, landed: int | None, lost: bool = False) -> st
     """Return what a transfer that failed or was cancelled leaves in its pages, as a sentence.
 
     Args:
-        landed: How many layers had landed; None: it was never issued.
+        landed: How many layers had landed; None: it was never issued, or never copied.
         lost: Whether it will never be known if the others have.
     """
     if landed is None:

@@ -129,6 +129,9 @@ class Flight:
 
     error: BaseException | None = None
     error_layer: int = 0
+    unprepared: bool = False
+    """Whether it failed while it was prepared."""
+
     over: bool = False
     """Nothing of it touches memory any more."""
 
@@ -180,7 +183,11 @@ class Flight:
         tracer = self.tracer
         start = self.clock() if tracer is not None else 0
         parts = [part for piece in self.batch.pieces for part in piece.request.parts]
-        self._copies = self.route.prepare(plan_copy(self.batch.direction, parts))
+        try:
+            self._copies = self.route.prepare(plan_copy(self.batch.direction, parts))
+        except BaseException:
+            self.unprepared = True
+            raise
         if tracer is not None and tracer.active:
             ids = tuple(piece.request.id for piece in self.batch.pieces)
             end = self.clock()
@@ -195,6 +202,11 @@ class Flight:
     def untouched(self) -> bool:
         """Whether no layer was ever handed out, and so no byte moved."""
         return self._next == self.batch.first
+
+    @property
+    def vain(self) -> bool:
+        """Whether no byte of it has moved, and none will."""
+        return self.untouched and (self.over or self.unprepared)
 
     @property
     def exhausted(self) -> bool:

@@ -229,7 +229,7 @@ async def test_planning_that_fails_fails_the_transfer() -> None:
             patch.setattr("offload.backend.cpu.CpuBackend.prepare", broken)
             load = await scheduler.load(host_pages=[3], device_pages=[0], io_backend="cpu")
             await sim.run_until_idle()
-        assert await outcome(load) == "failed at 0: ZeroDivisionError()"
+        assert await outcome(load) == "failed at None: ZeroDivisionError()"
         before = contents(host, [3])
         await scheduler.load(host_pages=[3], device_pages=[0], io_backend="cpu")
         await sim.run_until_idle()
