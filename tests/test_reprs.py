@@ -42,7 +42,7 @@ SHOWN = (offload.TransferFailed, offload.Statistics, offload.DirectionStatistics
 @pytest.mark.parametrize("cls", SHOWN)
 def test_help_explains_every_field(cls: type) -> None:
     """`help` shows class docstrings, and of fields the names alone."""
-    fields = ["transfer", "layer", "leaves"]
+    fields = ["transfer", "layer", "leaves", "unprepared"]
     if attrs.has(cls):
         fields = [field.name for field in attrs.fields(cls)]
     said = re.findall(r"^        (\w+): ", str(cls.__doc__), re.MULTILINE)
