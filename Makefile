@@ -55,7 +55,7 @@ SEEDS ?= 5000
 soak: $(VENV)/stamp-packages
 	$(BIN)/python -m tests.soak --seeds $(SEEDS) $(ARGS)
 
-# How many small changes of core/ do its tests notice? Some 35 minutes on two busy cores on two cores, and not less than 90 % is right;
+# How many small changes of core/ do its tests notice? Some 35 minutes on two busy cores, and not less than 90 % is right;
 # `mutmut browse` shows the rest, and tests/core/SURVIVORS.md has the reasons. From nothing each time: verdicts that
 # mutmut keeps do not know of new tests. With ARGS="NAME ..." these mutants alone, after a whole run.
 $(VENV)/stamp-mutants: $(VENV)/stamp-packages
