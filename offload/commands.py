@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 
 def carry_out(shell: Shell, command: Command) -> None:
+    """Do one thing that the machine wants done."""
     match command:
         case SettleLayer(batch):
             flight = shell.flights[batch.id]

@@ -15,9 +15,6 @@ class Signal(Protocol):
     def set(self) -> object:
         """Wake who waits. On the loop's thread."""
 
-    def is_set(self) -> bool:
-        """Return whether it was set."""
-
     def wait(self) -> Awaitable[object]:
         """Return what suspends until it is set."""
 
@@ -43,10 +40,6 @@ class FutureSignal:
         """Wake who waits; one who was cancelled needs it no more."""
         if not self._future.done():
             self._future.set_result(None)
-
-    def is_set(self) -> bool:
-        """Return whether it was set."""
-        return self._future.done()
 
     def wait(self) -> Awaitable[None]:
         """Return what suspends until it is set."""

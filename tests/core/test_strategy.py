@@ -321,6 +321,17 @@ def test_columns_are_asked_with_the_pair_itself() -> None:
     assert asked == [(PoolKind.MHA, Direction.BACKUP, host, device)]
 
 
+def test_a_table_without_an_io_backend_refuses_that_one_alone() -> None:
+    """For the reason that is given; others, registered ones too, copy as before."""
+    host, device = pair(PoolKind.MHA, Layout.LAYER_FIRST, NOMINAL[PoolKind.MHA])
+    whole = Table(columns={"mine": lambda *_: "my way"})
+    table = whole.without(IoBackend.CPU, Rejection("it is broken"))
+    for name in whole.names:
+        verdict = table.judge(PoolKind.MHA, Direction.LOAD, name, host, device)
+        same = whole.judge(PoolKind.MHA, Direction.LOAD, name, host, device)
+        assert verdict == (Rejection("it is broken") if name == IoBackend.CPU else same)
+
+
 def test_a_pair_that_nothing_copies_offers_nothing() -> None:
     """With every cell rejected there is no io backend, no layout and no pair to offer."""
     host, device = pair(PoolKind.MHA, Layout.PAGE_FIRST)
